@@ -53,8 +53,8 @@ pub trait Memory {
         access: Access,
     ) -> Result<(), Self::Fault>;
     /// Checks that each of these bytes can be stored. An instruction with several stores calls this before the first
-    /// one. If a store fails nevertheless, because the page went away meanwhile, the instruction is executed again from
-    /// its start once the page is back: the architecture lets earlier stores of such an instruction be seen.
+    /// one. If a store fails nevertheless, because the page was unmapped meanwhile, the instruction is executed again
+    /// from its start once the page is back: the architecture lets earlier stores of such an instruction be seen.
     fn prepare_stores(
         &mut self,
         state: &State,

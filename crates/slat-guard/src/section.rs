@@ -16,7 +16,7 @@
 //!
 //! # What a handler may see
 //! The two variables belong to one thread and its handlers. A handler runs as a whole between two of the thread's
-//! instructions, and leaves the variables as it found them, unless it jumps away. When it jumps away, no section is
+//! instructions, and leaves the variables as it found them, unless it leaves by longjmp. When it does, no section is
 //! open, and [`defer`] has emptied `WAITING`.
 
 use crate::arch::entries;

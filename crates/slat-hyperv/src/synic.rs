@@ -149,8 +149,8 @@ impl Synic {
         sources.fold(0, |set, sint| set | 1 << sint)
     }
 
-    /// Whether an interrupt with this vector ends when it is delivered (automatic end of interrupt), because a source
-    /// with this vector is configured so.
+    /// Whether an interrupt with this vector ends when it is delivered (auto-EOI), because a source with this vector is
+    /// configured so.
     pub fn ends_itself(&self, vector: u8) -> bool {
         (0..SINTS as u32).any(|sint| {
             self.vector(sint) == Some(vector) && self.sints[sint as usize] & AUTO_EOI != 0

@@ -2,8 +2,8 @@
 //!
 //! As in KVM, a high line means that a device asks for an interrupt; the polarity bit of a redirection entry has no
 //! effect. An edge at a masked pin is lost, while a level waits until the pin is unmasked. A level that stays high is
-//! delivered again at each end of interrupt. After [`SUCCESSIVE`] redeliveries in a row, the caller is asked to let the
-//! guest run for a while first.
+//! delivered again at each EOI. After [`SUCCESSIVE`] redeliveries in a row, the caller is asked to let the guest run
+//! for a while first.
 //!
 //! Messages go to a closure `deliver`, which returns how many local APICs have accepted the message. An entry with
 //! delivery mode ExtINT sends a message like any other entry, and the local APICs decide about the message (KVM's APICs
@@ -88,7 +88,7 @@ pub struct IoApic {
     /// The pins, by bit, whose edge in `state.irr` was delivered.
     delivered: u32,
     lines: Lines<PINS>,
-    /// For each pin, the number of times in a row that its level was delivered again at its end of interrupt.
+    /// For each pin, the number of times in a row that its level was delivered again at its EOI.
     successive: [u32; PINS],
 }
 
@@ -177,7 +177,7 @@ impl IoApic {
         self.service(pin, deliver)
     }
 
-    /// Sends the message of `pin`, unless the pin is masked or its level waits for an end of interrupt.
+    /// Sends the message of `pin`, unless the pin is masked or its level waits for an EOI.
     fn service(&mut self, pin: usize, deliver: &mut impl FnMut(Message) -> usize) -> Outcome {
         let entry = self.state.redirtbl[pin];
         if is_masked(entry) || is_level(entry) && entry & REMOTE_IRR != 0 {
@@ -318,8 +318,8 @@ impl IoApic {
     /// Call after a local APIC has ended the interrupt `vector`. `level` is the vector's bit in the APIC's TMR.
     ///
     /// Calls `acknowledged` with each pin that has the vector. `acknowledged` returns the sources, by bit, that held
-    /// the line only until this end of interrupt (KVM's resample irqfds), or 0. Then, if `level` is true, each pin
-    /// whose line is still high is delivered again.
+    /// the line only until this EOI (KVM's resample irqfds), or 0. Then, if `level` is true, each pin whose line is
+    /// still high is delivered again.
     ///
     /// Returns the pins, by bit, that were delivered again [`SUCCESSIVE`] times in a row, because their devices are not
     /// being served. The caller has to deliver these pins by [`deliver_pending`](Self::deliver_pending), after the
@@ -366,7 +366,7 @@ impl IoApic {
         }
     }
 
-    /// Whether a pin has this vector, so that the I/O APIC must be told of the vector's end of interrupt.
+    /// Whether a pin has this vector, so that the I/O APIC must be told of the vector's EOI.
     pub fn handles(&self, vector: u8) -> bool {
         self.state
             .redirtbl

@@ -516,13 +516,13 @@ impl Lapic {
         self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
     }
 
-    /// Removes a requested interrupt and ends it at once, because its source needs no end of interrupt.
+    /// Removes a requested interrupt and ends it at once, because its source needs no EOI.
     pub fn accept_ended(&mut self, vector: u8) {
         let (offset, bit) = Self::bit(vector);
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
-    /// Whether the end of the interrupt in service concerns only the guest: no other interrupt is pending, and no I/O
+    /// Whether the EOI of the interrupt in service concerns only the guest: no other interrupt is pending, and no I/O
     /// APIC waits for the end.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {

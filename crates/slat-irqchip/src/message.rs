@@ -84,7 +84,7 @@ pub struct Message {
     pub vector: u8,
     /// The delivery mode.
     pub mode: DeliveryMode,
-    /// The message is level-triggered: the APIC reports its end of interrupt to I/O APICs.
+    /// The message is level-triggered: the APIC reports its EOI to I/O APICs.
     pub level: bool,
     /// If false, the message ends a level, and is no interrupt.
     pub assert: bool,

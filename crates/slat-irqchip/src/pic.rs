@@ -48,7 +48,7 @@ enum Register {
 pub struct Acknowledged {
     /// The vector.
     pub vector: u8,
-    /// The lines, by bit, whose interrupt ended at once (automatic end of interrupt).
+    /// The lines, by bit, whose interrupt ended at once (automatic EOI).
     pub ended: u16,
 }
 
@@ -170,8 +170,8 @@ impl Pics {
     }
 
     /// Reads a port. Returns its value, and the lines, by bit, whose interrupt ended. Only a poll ends interrupts, and
-    /// only with automatic end of interrupt: as in the data sheet, a poll acknowledges an interrupt. (In KVM a poll
-    /// always ends the interrupt, too.)
+    /// only with automatic EOI: as in the data sheet, a poll acknowledges an interrupt. (In KVM a poll always ends the
+    /// interrupt, too.)
     pub fn read(&mut self, port: u16) -> (u8, u16) {
         let Some((chip, register)) = Self::register(port) else {
             return (0xff, 0);

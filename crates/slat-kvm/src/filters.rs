@@ -13,7 +13,7 @@ use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticke
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
-/// Exists once in each process that has used KVM.
+/// A mark that this process has used KVM: [`USED`] has a value then.
 #[derive(Debug, Default)]
 struct Used;
 

@@ -26,9 +26,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// The source of a line's level that stands for the client: `KVM_IRQ_LINE`, or an irqfd that is not resampled.
+/// The irq source id (KVM's word) of the client: `KVM_IRQ_LINE`, or an irqfd that is not resampled. A line is high as
+/// long as any source holds it high.
 pub(crate) const USERSPACE: u8 = 0;
-/// The source of a line's level that stands for resampled irqfds.
+/// The irq source id of resampled irqfds.
 pub(crate) const RESAMPLE: u8 = 1;
 
 /// The greatest number of events that one `epoll_wait` returns.
@@ -49,7 +50,7 @@ struct IrqFd {
     lines: Weak<dyn Lines>,
     gsi: u32,
     eventfd: EventFd,
-    /// The eventfd that is signalled when the guest ends the interrupt.
+    /// The eventfd that is signalled at the guest's EOI.
     resample: Option<EventFd>,
     /// Whether the irqfd still exists. This lock is held while the irqfd's interrupt is injected.
     live: Mutex<bool>,
@@ -90,9 +91,9 @@ impl IrqFd {
 #[derive(Debug, Default)]
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
-    /// Whether the VM has ever had resampled irqfds. If not, ends of interrupts do not look at the list. One word, which
-    /// never changes back: who has an interrupt of a resampled irqfd has it by the lock of the service, or by a call
-    /// that the client has made after `KVM_IRQFD`.
+    /// Whether the VM has ever had resampled irqfds. If not, EOIs do not look at the list. One word, which never
+    /// changes back: who has an interrupt of a resampled irqfd has it by the lock of the service, or by a call that the
+    /// client has made after `KVM_IRQFD`.
     resampled: AtomicBool,
 }
 
@@ -182,7 +183,7 @@ impl IrqFds {
     }
 
     /// Lowers the line that the resampled irqfds of `gsi` hold, and signals the client, which may raise the line again.
-    /// Call after the guest's end of an interrupt of `gsi`, with no controller locked.
+    /// Call after the guest's EOI of an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
         if !self.has_resampled() {
             return;

@@ -17,7 +17,8 @@ pub(crate) struct VcpuCommon {
     pub(crate) id: u32,
     pub(crate) attention: Attention,
     pub(crate) client: Shared<Client>,
-    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0. One word, which means the same by itself: it needs no order.
+    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0. Accesses need no order, because no other data depends on
+    /// this word.
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
     pub(crate) times: ExitTimes,

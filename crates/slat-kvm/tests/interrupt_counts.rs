@@ -260,7 +260,7 @@ fn a_level_is_delivered_until_it_is_low() {
     assert_eq!(machine.count(LEVEL_VECTOR), count + 1);
 }
 
-/// Two resampled irqfds share a line. At an end of interrupt, a device that still has requests signals again.
+/// Two resampled irqfds share a line. At an EOI, a device that still has requests signals again.
 #[test]
 fn resampled_irqfds_that_share_a_line_are_all_served() {
     let machine = Machine::new(Chips::Pc, &[halting(), busy()], &[LEVEL_VECTOR]);
@@ -295,7 +295,7 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     event.write(1).unwrap();
                     pause(&mut rng);
                 }
-                // At the end of interrupt, a device with open requests signals again.
+                // At the EOI, a device with open requests signals again.
                 while wanted[device].load(Ordering::SeqCst) != 0 {
                     ended.read().unwrap();
                     if wanted[device].load(Ordering::SeqCst) != 0 {

@@ -91,8 +91,7 @@ fn an_eventfd_is_signalled_until_it_is_taken_away_and_not_after() {
     }
 }
 
-/// The counter of an eventfd is full, so a write to its descriptor would wait. Neither a vCPU nor an end of interrupt
-/// waits for it.
+/// The counter of an eventfd is full, so a write to its descriptor would wait. Neither a vCPU nor an EOI waits for it.
 #[test]
 fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     let _alone = alone();

@@ -177,7 +177,7 @@ pub struct LogMode {
     pub rings: bool,
     /// Getting a log changes nothing; only clearing the log clears and protects its pages.
     pub manual: bool,
-    /// A new log begins with every page marked.
+    /// A new dirty log has every page marked at first.
     pub initially_set: bool,
     /// The method by which new logs detect writes, if they are not rings.
     pub method: Method,

@@ -99,7 +99,7 @@ pub enum Op {
     ManualLog {
         /// Whether getting a log leaves the log and its pages unchanged.
         manual: bool,
-        /// Whether new logs begin with every page marked.
+        /// Whether new dirty logs have every page marked at first.
         initially_set: bool,
     },
     /// The client collects entries of a vCPU's dirty ring.

@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard};
 
 /// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
-/// The size of the reserve in bytes.
+/// The size in bytes of the reserve, memory for allocations of a call that cannot report a failure.
 const RESERVE: usize = 96 << 10;
 
 /// The source of the heap's pages: the kernel.
@@ -102,7 +102,7 @@ unsafe impl Allocator for Pages {
 
 struct State {
     small: Dlmalloc<Pages>,
-    /// The reserve. Null if it is used up, or was never made.
+    /// The reserve: a block that is freed when the heap has no other memory. Null if it is used up, or was never made.
     reserve: *mut u8,
 }
 

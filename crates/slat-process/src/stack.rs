@@ -3,7 +3,7 @@
 //! The program makes calls from three places:
 //!
 //! * The program calls from its own stack. Then no call is being served, and all of slat's stack is free. (It may hold
-//!   dead frames: a handler that jumps away gives up the call that it has interrupted.)
+//!   dead frames: a handler that leaves by longjmp gives up the call that it has interrupted.)
 //! * A handler on slat's stack calls. The handler has interrupted slat, and has no alternate stack. Then the memory
 //!   below the stack pointer is free.
 //! * A handler on the alternate stack calls. The handler may have interrupted slat, and its stack pointer does not show

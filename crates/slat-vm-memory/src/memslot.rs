@@ -66,7 +66,7 @@ impl Memslot {
         self.region.slot
     }
 
-    /// Begins or ends dirty logging. A log that begins is empty, or full if the VM has KVM_DIRTY_LOG_INITIALLY_SET.
+    /// Starts or stops dirty logging. A new log is empty, or full if the VM has KVM_DIRTY_LOG_INITIALLY_SET.
     ///
     /// # Errors
     /// [`Error::Memslot`], [`Error::Rings`].

@@ -42,7 +42,7 @@ pub(crate) struct Block {
     /// The page of the block's first byte. `None`: the block is empty, or holds code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
-    /// The number of entries after which the block will be warm.
+    /// The number of entries after which the block is warm: it has run often enough to be compiled.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
     /// The tier for which compilation was requested. `None`: compilation was not requested.
@@ -56,7 +56,7 @@ pub(crate) struct Block {
     pub(crate) count: u8,
     /// The decoded operations. Empty in a block without code.
     pub(crate) ops: List<Op>,
-    /// The compiled region that this block is a part of.
+    /// The compiled region that this block is a part of, and where it is entered at this block.
     #[cfg(feature = "jit")]
     pub(crate) entrance: Option<Entrance>,
     bytes: List<u8>,
@@ -167,7 +167,7 @@ impl Block {
         (self.crosses, self.split) = (false, 0);
     }
 
-    /// Makes the block warm.
+    /// Makes the block warm, so that its next entry requests compilation.
     pub(crate) fn heat_up(&self) {
         #[cfg(feature = "jit")]
         self.heat.set(0);

@@ -100,7 +100,7 @@ where
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
-    /// A number that these blocks and the snapshots to which they refer have in common.
+    /// A number that these blocks and the snapshots (copies of pages of code) to which they refer have in common.
     pub(crate) pair: u64,
     kept: HashMap<Key, NonNull<Block>, Seeded>,
     /// The memory of the blocks in `kept`.

@@ -26,7 +26,8 @@
 //! CPUs share, rises with each store to the page (`code_pages`). A page's *edition*, which belongs to one CPU, changes
 //! whenever this CPU finds the page changed (`snapshot`).
 
-/// The numbers of a CPU. They begin at 1, because a page that has the number 0 was never checked.
+/// The numbers by which a CPU knows when decoded code must be checked again. They begin at 1, because a page of code
+/// that has the number 0 was never checked.
 pub(crate) struct Clock {
     generation: u64,
     /// One epoch for supervisor code and one for user code.

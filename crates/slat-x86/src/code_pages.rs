@@ -48,7 +48,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 /// The number of stores to a marked page after which the mark is removed, unless the page's code was compared in
 /// between.
 const STRIKES: u64 = 15;
-/// The number of low bits of a slot, below the version, that count these stores.
+/// The number of low bits of a page's slot, below the version, that count these stores.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 
@@ -73,7 +73,7 @@ mod slots {
             Pages::zeroed().map(Slots)
         }
 
-        /// Returns the slot of the page of a host address.
+        /// Returns the slot (the version of its code) of the page of a host address.
         #[inline(always)]
         pub(super) fn at(&self, host: usize) -> &AtomicU64 {
             &self.0.0[host >> 12 & (SLOTS - 1)]
@@ -109,9 +109,9 @@ pub struct CodePages {
     seats: Mutex<Vec<SeatOf>>,
 }
 
-/// The data of a CPU that other CPUs read.
+/// A CPU as the other CPUs see it: the data of a [`Member`] that they read.
 struct Seat {
-    /// The version that the CPU has heeded.
+    /// The version that the CPU has heeded: it sees no older code.
     heeded: AtomicU64,
     /// The attention word of the CPU's run; null if the CPU does not run. The word is alive until [`Member::leave`] has
     /// cleared this pointer.

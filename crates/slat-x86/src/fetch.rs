@@ -88,7 +88,8 @@ impl Cpu {
         }
     }
 
-    /// Marks the page of `host` as one with decoded code. Returns the page's version if the page is trusted.
+    /// Marks the page of `host` as one with decoded code. Returns the page's version if the page is trusted: no CPU can
+    /// store to it unnoticed.
     fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
         let page = host as usize;
         let tlb = &mut self.fixed.tlb;

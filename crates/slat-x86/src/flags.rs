@@ -127,7 +127,7 @@ impl Readable for Read<'_> {
     fn kept(&mut self, (): ()) -> bool {
         self.0.lazy.carry()
     }
-    /// Returns CF, which every record stores in the same way.
+    /// Returns CF, which every record of lazy flags stores in the same way.
     #[inline(always)]
     fn carry(&mut self) -> bool {
         self.0.lazy.carry()
@@ -246,7 +246,7 @@ impl Cpu {
         self.adopt_flags();
     }
 
-    /// Ends the record. Call after all arithmetic flags were written to `state.rflags`.
+    /// Ends the record of lazy flags. Call after all arithmetic flags were written to `state.rflags`.
     pub(crate) fn adopt_flags(&mut self) {
         self.lazy.kind = DONE;
         self.lazy.set_carry(self.state.rflags & CF != 0);

@@ -19,7 +19,7 @@ enum Lowering {
     Simd(Lower),
 }
 
-/// The rows of the general instructions, file by file.
+/// The rows of the table of general instructions, file by file.
 const GENERAL: [&[Row]; 27] = [
     exec::data::ROWS,
     exec::alu::BINARY,

@@ -32,8 +32,8 @@ pub struct TableMeta {
     /// The number of leaves in the table. It lets the engine free or skip the table without reading its entries.
     /// Written under the table's lock, or before publication.
     pub(crate) leaves: AtomicU16,
-    /// The number of the flush after which leaves that were broken in the table may be mended; 0: none was broken.
-    /// Written like `leaves`.
+    /// The number of the flush after which the table's broken leaves (made invalid by break-before-make) may be mended
+    /// (replaced by valid entries); 0: none was broken. Written like `leaves`.
     pub(crate) broken: AtomicU64,
     /// While the table is detached: the next table of the list, in the list's encoding. While the table belongs to a
     /// shadow page: the number of that page ([`crate::shadow`]).

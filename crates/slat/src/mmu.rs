@@ -119,7 +119,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         }
     }
 
-    /// Returns the context of all walks.
+    /// Returns the root from which walks by guest-physical addresses start.
     pub(crate) fn context(&self) -> Root {
         either!(self, mmu => mmu.context())
     }

@@ -163,8 +163,8 @@ policies! {
     /// The pages around a fault that the fault maps, too, if they are resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
     /// How writes to logged slots are detected. Logs to rings always use write protection. Write protection is the
-    /// default for two reasons. It needs no feature of the CPU, and such a log begins at once
-    /// (`hierarchical_protect`). With dirty bits and buffers, a log begins by clearing the dirty bit of every leaf.
+    /// default for two reasons. It needs no feature of the CPU, and logging starts without a visit of every leaf
+    /// (`hierarchical_protect`). With dirty bits and buffers, the start clears the dirty bit of every leaf.
     /// [`DirtyLogMethod::Buffer`] saves the fault of each page's next write.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// How a range is write-protected for its dirty log. On: by the entries above the range's tables. These are the

@@ -232,7 +232,7 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
         let did = world.during(|world| world.access(gfn, Write));
         assert_eq!(did.pf_taken, u64::from(!expected));
     }
-    // The log begins again.
+    // Dirty logging starts again.
     world.set(LOGGED);
     assert!(PAGES.iter().all(|gfn| !world.is_writable(*gfn)));
     world.access(PAGES[2], Write);

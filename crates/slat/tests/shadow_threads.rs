@@ -285,7 +285,7 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
                     cpu.pass();
                     thread::yield_now();
                 }
-                // A read is enough to set a flag, and its leaf need not be protected when the log begins.
+                // A read is enough to set a flag, and its leaf need not be protected when dirty logging starts.
                 assert!(cpu.access(page << 12, Read).is_some());
                 done.store(page + 1, SeqCst);
             }

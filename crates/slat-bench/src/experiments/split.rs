@@ -340,7 +340,7 @@ fn measure(
     ])
 }
 
-/// Switches KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With it, a log begins with all pages dirty and none protected.
+/// Switches KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With it, a new dirty log has all pages dirty and none protected.
 fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> {
     let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
     let options = if manual { options } else { 0 };

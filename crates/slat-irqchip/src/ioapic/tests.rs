@@ -457,8 +457,7 @@ fn any_state_is_survived_and_kept() {
     }
 }
 
-/// Compares the I/O APIC with the rules, for edges and levels at random pins, and masks and ends of interrupts in any
-/// order.
+/// Compares the I/O APIC with the rules, for edges and levels at random pins, and masks and EOIs in any order.
 #[test]
 fn every_interrupt_is_delivered_coalesced_or_ignored() {
     let mut random = Random(4);

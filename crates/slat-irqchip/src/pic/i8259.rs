@@ -29,7 +29,7 @@ pub struct PicState {
     pub init_state: u8,
     /// Whether interrupts end automatically (ICW4).
     pub auto_eoi: u8,
-    /// Whether priorities rotate at an automatic end of interrupt (OCW2).
+    /// Whether priorities rotate at an automatic EOI (OCW2).
     pub rotate_on_auto_eoi: u8,
     /// Whether special fully nested mode is on (ICW4).
     pub special_fully_nested_mode: u8,
@@ -57,7 +57,7 @@ const OCW3_SPECIAL_MASK: u8 = 1 << 5;
 const OCW2_ROTATE: u8 = 1 << 7;
 /// OCW2: the command names its input.
 const OCW2_SPECIFIC: u8 = 1 << 6;
-/// OCW2: end of interrupt.
+/// OCW2: EOI, the end of an interrupt.
 const OCW2_EOI: u8 = 1 << 5;
 
 /// The result of a poll without a request, as in KVM.
@@ -138,7 +138,7 @@ impl PicState {
     }
 
     /// Moves the interrupt of `input` from requested to in service. Returns the inputs whose interrupts have ended by
-    /// this: `input` itself, with automatic end of interrupt.
+    /// this: `input` itself, with automatic EOI.
     pub(super) fn acknowledge(&mut self, input: u8) -> u8 {
         let bit = 1 << input;
         if self.elcr & bit == 0 {

@@ -131,7 +131,7 @@ fn higher_priorities_nest() {
     assert!(!pics.output());
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 4);
     expect(&mut pics, 6);
-    // If nothing is in service, an end of interrupt ends nothing.
+    // If nothing is in service, an EOI ends nothing.
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 6);
     assert_eq!(pics.write(0x20, EOI).ended, 0);
 }
@@ -192,7 +192,7 @@ fn priorities_rotate() {
     pulse(&mut pics, 3);
     pulse(&mut pics, 4);
     expect(&mut pics, 4);
-    // A rotating specific end of interrupt: line 0 would be next, but line 0 has the lowest priority now.
+    // A rotating specific EOI: line 0 would be next, but line 0 has the lowest priority now.
     assert_eq!(pics.write(0x20, 0xe0 | 4).ended, 1 << 4);
     assert_eq!(pics.save(Chip::Master).priority_add, 5);
     expect(&mut pics, 0);

@@ -74,7 +74,7 @@ impl VmFd {
     }
 
     /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`,
-    /// and the guest's end of interrupt lowers the line and signals `resamplefd`.
+    /// and the guest's EOI lowers the line and signals `resamplefd`.
     ///
     /// # Errors
     /// `EINVAL` without I/O APIC, `EBUSY` when `fd` is already an irqfd of any VM.

@@ -40,7 +40,7 @@ pub(crate) use list::{begin, end};
 pub(crate) use port::{Held, Port, Quiet};
 pub(crate) use session::{Go, Session, Stopped};
 
-/// The greatest number of probes of a VM.
+/// The greatest number of probes (breakpoints and watchpoints) of a VM.
 pub const MOST_PROBES: usize = 128;
 
 /// The memory to which an address of a request belongs.
@@ -71,7 +71,7 @@ pub(crate) trait Debuggee: Sync {
     /// Returns the id that the client gave to the vCPU.
     fn id(&self) -> u32;
 
-    /// Returns the vCPU's port.
+    /// Returns the vCPU's port, where its thread waits while a debugger holds the vCPU.
     fn port(&self) -> &dyn Held;
 
     /// Carries out a request. Returns whether the request succeeded; `None` if the vCPU runs, or another call has

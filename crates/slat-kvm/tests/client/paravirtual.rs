@@ -1,4 +1,4 @@
-//! Tests KVM's paravirtual features: steal time, ends of interrupts in memory (PV EOI), and hypercalls.
+//! Tests KVM's paravirtual features: steal time, EOIs in memory (PV EOI), and hypercalls.
 
 use crate::common::{
     CODE, DATA, Guest, Memory, RawGuest, msr, run_until_told_of_steal_time, set_msr, start_at_code,
@@ -202,9 +202,9 @@ fn is_offered(guest: &Guest, bit: u32) -> bool {
 #[test]
 fn what_a_guest_may_use_is_offered() {
     let guest = Guest::new(&[]);
-    // The features are, in this order: both clocks, and that they are stable; ends of interrupts in memory; ends of
-    // halts; IPIs by hypercall; asynchronous page faults, also for nested guests, and by interrupt. The last feature
-    // is a hypercall that yields, which slat does not offer.
+    // The features are, in this order: both clocks, and that they are stable; PV EOIs in memory; ends of halts; IPIs by
+    // hypercall; asynchronous page faults, also for nested guests, and by interrupt. The last feature is a hypercall
+    // that yields, which slat does not offer.
     for (bit, offered) in [
         (0, true),
         (3, true),

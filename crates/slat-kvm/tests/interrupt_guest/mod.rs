@@ -1,5 +1,5 @@
 //! Guests that count interrupts in memory, for tests of interrupt delivery. They run in real mode and x2APIC mode, so
-//! an end of interrupt is an MSR write. Handlers do not exit to the client, unless a test requests that.
+//! an EOI is an MSR write. Handlers do not exit to the client, unless a test requests that.
 //!
 //! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
 #![allow(dead_code)]

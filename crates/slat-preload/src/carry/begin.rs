@@ -31,7 +31,8 @@ static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// The signal mask of the process before [`begin`] changed it.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched.
+/// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched:
+/// Syscall User Dispatch lets them pass to the kernel.
 fn system_call(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: each caller says what its call changes.
     unsafe { gate::call_own(number, arguments) }

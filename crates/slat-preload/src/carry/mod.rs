@@ -25,11 +25,11 @@ use slat_host::procfs;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
-/// The number of files.
+/// The number of files that slat keeps for its copies.
 const COUNT: usize = 6;
-/// The index of this library.
+/// The index of this library among the files.
 const LIBRARY: usize = 0;
-/// The index of the dynamic linker.
+/// The index of the dynamic linker among the files.
 const LINKER: usize = 1;
 
 /// The names by which the dynamic linker looks for the libraries that this library needs, each with a NUL. The last two
@@ -92,14 +92,14 @@ static PROC: AtomicI32 = AtomicI32::new(-1);
 /// The files. The initial values are not 0, so that the library's file contains the variable.
 static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 
-/// The paths of the files: strings of the dynamic linker, or null.
+/// The paths by which the dynamic linker has loaded the files: its own strings, or null.
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
 
 /// The entry point of this library as a program: its offset from [`base`]. In the library's file the value is
 /// [`IN_HEADER`]. In the copy, which begins elsewhere, the value is the entry point of the original file.
 static ENTRY: AtomicUsize = AtomicUsize::new(IN_HEADER);
-/// The ELF header has the entry point.
+/// The value of [`ENTRY`] that means: the entry point is the one in the ELF header.
 const IN_HEADER: usize = usize::MAX;
 /// Offset of the entry point in an ELF header.
 const ENTRY_POINT: usize = 24;

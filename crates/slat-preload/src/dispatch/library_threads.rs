@@ -86,7 +86,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     };
     match loaded::is_loaded() {
         // A thread of slat's own may have its maker's thread pointers, and a seccomp filter. Its calls from code
-        // outside the C library must be dispatched, too, so that they are made at the gate.
+        // outside the C library must be dispatched, too, so that they are made at the gate, an instruction in the C
+        // library's text.
         true => {
             // SAFETY: the first thread has done the same.
             unsafe { pointers::separate_own() };

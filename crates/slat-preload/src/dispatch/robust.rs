@@ -5,7 +5,7 @@
 
 use crate::real::kernel;
 
-/// The greatest number of futexes that the kernel walks.
+/// The greatest number of futexes in a robust list that the kernel visits.
 const LIMIT: usize = 2048;
 
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.

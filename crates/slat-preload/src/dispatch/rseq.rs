@@ -10,9 +10,9 @@ const UNREGISTER: usize = 1;
 
 thread_local! {
     // These variables have neither initialisers nor destructors.
-    /// Whether the area of slat's C library was unregistered on this thread.
+    /// Whether the rseq area of slat's C library was unregistered on this thread.
     static HAS_GIVEN_WAY: Cell<bool> = const { Cell::new(false) };
-    /// The program's area: address, size, signature. The address is 0 if there is none.
+    /// The program's rseq area: address, size, signature. The address is 0 if there is none.
     static PROGRAMS: Cell<[usize; 3]> = const { Cell::new([0; 3]) };
 }
 
@@ -22,7 +22,7 @@ fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
     unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
 
-/// Unregisters the area of slat's C library, in favour of the program's.
+/// Unregisters the rseq area of slat's C library, in favour of the program's.
 fn give_way() {
     /// The area's offset from the thread pointer (glibc manual, "Restartable Sequences").
     static OFFSET: Next = Next::new(c"__rseq_offset");
@@ -58,7 +58,7 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Unregisters the program's area. The program's thread ends before the thread of slat's C library, and then the
+/// Unregisters the program's rseq area. The program's thread ends before the thread of slat's C library, and then the
 /// program may free the memory of the area.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();

@@ -133,12 +133,12 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Returns the host address of a load.
+    /// Emits the translation of a load's address. Returns the host address.
     pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Load)
     }
 
-    /// Returns the host address of a store.
+    /// Emits the translation of a store's address. Returns the host address.
     pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Store)
     }

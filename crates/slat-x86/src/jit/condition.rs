@@ -56,7 +56,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes sure that the flags of the record are in RFLAGS. Usually they are there already: see
+    /// Makes sure that the flags of the CPU's record of lazy flags are in RFLAGS. Usually they are there already: see
     /// [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));

@@ -12,7 +12,8 @@ use iced_x86::{
 /// One decoded guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// The instruction's step, for a path that begins with the instruction's block.
+    /// The instruction's step (what the interpreter needs to continue at it), for a path that begins with the
+    /// instruction's block.
     pub(super) step: Step,
 }
 
@@ -80,7 +81,7 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
 pub(super) enum FirstUse {
     /// The block sets all flags before it uses any, so their old values have no effect.
     SetsAll,
-    /// The block needs the record of the flags.
+    /// The block needs the CPU's record of lazy flags.
     Record,
     /// The block needs the flags in RFLAGS, because it sets only CF or OF and keeps the other flags.
     Rflags,

@@ -292,7 +292,7 @@ impl<'a> Translator<'a> {
         self.b.set_srcloc(SourceLoc::new(step));
     }
 
-    /// Returns the address of a place (`region`) in the code's page or near it.
+    /// Returns the address of a place (an offset, see `region`) in the code's page or near it.
     pub(super) fn address(&mut self, place: i64) -> Value {
         if !self.is_movable {
             return self.constant(place);

@@ -96,7 +96,8 @@ const MMIO: u64 = 0b01 << 2;
 const MMIO_GENERATION_SHIFT: u32 = 12;
 const GENERATION_BITS: u32 = 36;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
-/// Set in a broken leaf, and in no other leaf. A broken leaf keeps all other bits except the valid bit.
+/// Set in a broken leaf (one that break-before-make has made invalid), and in no other leaf. A broken leaf keeps all
+/// other bits except the valid bit.
 const BROKEN: u64 = 1 << 58;
 /// Marks a zapped entry, which contains the number of a flush.
 const CLEARED: u64 = 1 << 57;

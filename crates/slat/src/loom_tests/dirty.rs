@@ -76,7 +76,7 @@ fn no_write_is_lost(preemptions: usize, prepare: fn() -> Arc<SmallVm>, harvest: 
     });
 }
 
-/// A slot that logs, with its page mapped for reading.
+/// A slot that logs dirty pages, with its page mapped for reading.
 const PROTECTED: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 1, LOGGED);
     touch(&vm, 0, Read);
@@ -203,7 +203,7 @@ fn no_write_is_lost_when_logging_begins() {
     });
 }
 
-/// The walker may set a dirty bit before it sees that there is a log of the kind to which buffers are drained.
+/// The walker may set a dirty bit before it sees that dirty logging with walkers' buffers has started.
 #[test]
 fn no_write_is_lost_when_logging_by_buffers_begins() {
     no_write_is_lost_after_logging_begins(1, || {
@@ -255,7 +255,7 @@ fn a_huge_leaf_is_split_by_a_write_during_a_harvest() {
     no_write_is_lost(
         2,
         || {
-            // Without eager split the huge leaf is protected as a whole when the log begins.
+            // Without eager split the huge leaf is write-protected as a whole when dirty logging starts.
             let vm = vm(Level::MEGA, 2, PLAIN);
             touch(&vm, 0, Write);
             vm.set_policy(Setting::EagerPageSplit(Switch::Off));
@@ -275,7 +275,8 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
     });
 }
 
-/// A slot with the pages of one table. When its log began, these were protected by the entry above the table.
+/// A slot with the pages of one table. When its dirty logging started, they were write-protected by the entry above the
+/// table.
 const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 2, PLAIN);
     touch(&vm, 0, Write);

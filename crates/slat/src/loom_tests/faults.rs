@@ -323,7 +323,8 @@ fn a_table_is_replaced_by_a_huge_leaf_while_another_cpu_uses_it() {
     );
 }
 
-/// A slot whose log ends gets a huge leaf instead of its table, while a CPU uses the table or the host reclaims a page.
+/// A slot whose dirty logging stops gets a huge leaf instead of its table, while a CPU uses the table or the host
+/// reclaims a page.
 fn logged_huge_page() -> Arc<SmallVm> {
     let vm = vm(Level::MEGA, 2, LOGGED);
     touch(&vm, 0, Write);

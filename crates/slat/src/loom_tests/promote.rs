@@ -1,6 +1,6 @@
-//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with other operations on the
-//! table that it replaces by a huge leaf: faults, a dirty log that begins or ends, slot changes, invalidations,
-//! and another promotion.
+//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with other operations on the table
+//! that it replaces by a huge leaf: faults, dirty logging that starts or stops, slot changes, invalidations, and
+//! another promotion.
 
 use std::sync::Arc;
 

@@ -9,9 +9,9 @@ use crate::slots::{Edit, OwnedSlot, Place, Region, RegionError, SlotSet, Slots, 
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
-/// Enough slots for two leaves.
+/// Enough slots for two leaves of the index of memslots.
 const SLOTS: u32 = 6;
-/// One less than the number of slots for which a leaf has memory.
+/// One less than the number of slots for which a leaf of the index has memory.
 const FEW: u32 = 3;
 
 struct World {

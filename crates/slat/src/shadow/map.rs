@@ -14,7 +14,8 @@ use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen}
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Like [`Tree::map`](crate::table::Tree::map), but if the target has a trail, maps a page of the guest's tables.
+    /// Like [`Tree::map`](crate::table::Tree::map), but if the target has a trail (a recorded walk of the guest's
+    /// tables), maps the page that the guest's tables map.
     pub(crate) fn map(
         &self,
         target: &Target<'_, P, F>,
@@ -97,7 +98,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let trail = target.trail();
         let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
         let note = mmio_note::<F>(target.gfn(), rights);
-        // Walks by guest-physical addresses need no note.
+        // An MMIO entry for a guest-physical address needs no note of what the guest's tables granted.
         let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
         };
@@ -156,11 +157,12 @@ impl Pages {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns the note for a leaf that maps `gfn` at `target`.
+    /// Returns the note for a leaf that maps `gfn` at `target`: the frame and the rights that the guest's tables grant.
     fn note(target: &Target<'_, P, F>, gfn: Gfn) -> Note {
         match target.trail() {
             Some(trail) => Note::new(gfn, trail.rights),
-            // The MMU keeps no notes, or the page is direct, and the role of a direct page contains the rights.
+            // Without a trail, no table of the guest granted rights: the MMU shadows none, or the page is direct, whose
+            // role contains the rights.
             None => Note::NONE,
         }
     }

@@ -73,17 +73,17 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     context: Root,
     tracking: Tracking,
     beginning: Beginning,
-    /// The number of pages zapped with which walks begin.
+    /// The number of zapped shadow pages that were roots, the pages from which walks start.
     roots_zapped: AtomicU64,
     changes: Box<Changes>,
-    /// The number of times that all pages were marked for comparison.
+    /// The number of times that all shadow pages were marked for comparison with the guest's tables.
     distrusts: AtomicU64,
-    /// The value of `distrusts` when the pages were last compared.
+    /// The value of `distrusts` when all shadow pages were last compared.
     compared: AtomicU64,
     /// The VM's TLB flushes, with the vCPUs that take part in them.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
-    /// Whether an install has found too few spare records.
+    /// Whether an install has found too few spare records, for shadow pages or for nodes of the reverse map.
     is_short: AtomicBool,
     format: PhantomData<F>,
 }
@@ -190,7 +190,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         &self.platform
     }
 
-    /// Returns the context of all walks.
+    /// Returns the root from which walks by guest-physical addresses start.
     pub(crate) fn context(&self) -> Root {
         self.context
     }
@@ -290,8 +290,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.budget.gave_back(1);
     }
 
-    /// Returns the number of zapped pages with which walks begin. If the number has changed, a vCPU must not begin a
-    /// walk with a root that it found in an earlier reader section.
+    /// Returns the number of zapped shadow pages that were roots, the pages from which walks start. If the number has
+    /// changed, a vCPU must not begin a walk with a root that it found in an earlier reader section.
     pub(crate) fn roots_zapped(&self) -> u64 {
         self.roots_zapped.load(Acquire)
     }

@@ -329,7 +329,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 &range,
             ) || entries.any(|index| table.entry(index).load(Relaxed) != 0)
         };
-        // Each page counts the store.
+        // Each shadow page of the table counts the store, to detect write flooding.
         pages
             .pages_of_table(gfn)
             .fold(false, |any, number| present(number) | any)

@@ -192,7 +192,7 @@ impl Reader {
         missed
     }
 
-    /// Returns whether the reader has passed a quiescent point of `generation` or later, or is outside.
+    /// Returns whether the reader has passed a quiescent point of `generation` or later, or is outside a section.
     fn has_passed(&self, generation: u64) -> bool {
         let state = self.state.load(SeqCst);
         state == 0 || state >= generation
@@ -413,7 +413,7 @@ impl Readers {
         self.generation.load(SeqCst) + 1
     }
 
-    /// Returns whether every reader has passed a quiescent point of `generation` or later, or is outside.
+    /// Returns whether every reader has passed a quiescent point of `generation` or later, or is outside a section.
     pub(crate) fn all_passed(&self, generation: u64) -> bool {
         self.iter().all(|r| r.has_passed(generation))
     }

@@ -26,7 +26,8 @@ pub(crate) enum Installed {
 /// Why nothing was installed. The fault does what the variant says, and begins again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
-    /// `valid` returned `false`: wait for the end of the cause, and look up again.
+    /// `valid` returned `false`: wait for the end of the cause (an invalidation, or a slot's move or deletion), and
+    /// look up again.
     Stale,
     /// The frames or records that were allocated ahead are used up: allocate more.
     Unprepared,

@@ -155,7 +155,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         (0..F::ROOT_TABLES as u64).map(move |i| root.add(i))
     }
 
-    /// Returns the context of all walks of this tree.
+    /// Returns the root from which all walks of this tree start.
     pub(crate) fn context(&self) -> Root {
         Root::new(self.root, F::TOP)
     }

@@ -122,7 +122,7 @@ pub(crate) struct Path<'a> {
     /// Whether the leaf was installed without the right to write, because the page contains a table of the guest. After
     /// the write, the client reports it to the MMU.
     pub(crate) tracked: bool,
-    /// The root of the shadow pages on the trail.
+    /// The root of the shadow pages on the path through the guest's tables.
     pub(crate) root: Option<Root>,
     /// The number of shadow pages that have become unsynced.
     pub(crate) unsynced: u64,

@@ -1,9 +1,9 @@
 //! Hierarchical write protection: one entry that refers to a table write-protects everything below it.
 //!
-//! A walker of EPT or NPT may write only if *every* entry on its path allows that ([`Format::TABLE_WRITE`]). So a dirty
-//! log that begins need not remove the right to write from each leaf. Instead it removes the right from the highest
-//! entries that cover only frames of the memslot, of level [`Format::PROTECT_FROM`] at most. For 64 GiB of EPT these
-//! are 64 entries, however small the leaves are. The first write below such an entry faults, and *pushes* the
+//! A walker of EPT or NPT may write only if *every* entry on its path allows that ([`Format::TABLE_WRITE`]). So the
+//! start of dirty logging need not remove the right to write from each leaf. Instead it removes the right from the
+//! highest entries that cover only frames of the memslot, of level [`Format::PROTECT_FROM`] at most. For 64 GiB of EPT
+//! these are 64 entries, however small the leaves are. The first write below such an entry faults, and *pushes* the
 //! protection down one table at a time: it protects the 512 entries of the table below, and then gives the entry its
 //! right back.
 //!

@@ -66,9 +66,9 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
     /// Whether the access is the guest's own: it counts as a fault, and a write is a store. Otherwise the MMU makes the
     /// access for the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
-    /// The sequence, read before the fault looks up the slot and the current leaf. The results of these look-ups are
-    /// current as long as the sequence is unchanged. The walk that faulted was earlier: if a slot has moved since, the
-    /// frame may belong to another page of the slot.
+    /// The VM's invalidation sequence (KVM: `mmu_invalidate_seq`), read before the fault looks up the slot and the
+    /// current leaf. The results of these look-ups are current as long as the sequence is unchanged. The walk that
+    /// faulted was earlier: if a slot has moved since, the frame may belong to another page of the slot.
     pub(super) sequence: Sequence,
     pub(super) slot: Option<SlotFacts>,
     pub(super) page: Option<HostPage>,

@@ -77,7 +77,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     /// Number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
     /// `presence` belong.
     space: usize,
-    /// The root with which the vCPU's walks begin.
+    /// The root from which the vCPU's walks by guest-physical addresses start.
     context: Root,
     token: usize,
     frames: FrameCache,
@@ -85,7 +85,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     flushed: Flushed,
     recent: RecentSlots,
     streams: Streams,
-    /// The roots with which walks of guest-virtual addresses begin.
+    /// The roots from which walks by guest-virtual addresses start.
     roots: guest::Roots,
     flags_in: Option<guest::FlagsIn>,
     ring: Option<Arc<DirtyRing>>,

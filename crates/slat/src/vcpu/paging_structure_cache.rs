@@ -49,7 +49,8 @@ use crate::heap::OutOfMemory;
 /// The cache: level 1 tables by the region that they translate, direct-mapped.
 pub(super) struct PagingStructureCache {
     entries: Box<[Entry; ENTRIES]>,
-    /// The low bits of the tags of valid entries: from 1 to [`STAMPS`] - 1.
+    /// The current stamp: the low bits of the tags of all valid cache entries, from 1 to [`STAMPS`] - 1. Raising it
+    /// empties the cache.
     stamp: u64,
 }
 

@@ -84,7 +84,7 @@ impl SlotFacts {
         self.log.is_some_and(protects)
     }
 
-    /// Whether the slot's log consists of the leaves' dirty bits. A slot that moves keeps this log: its dirty bits are
+    /// Whether the slot's log is kept in the leaves' dirty bits. A slot that moves keeps this log: its dirty bits are
     /// noted as pages of the slot, and meanwhile no leaf may be added
     /// ([`InProgress::is_slot_moving`](crate::vm::InProgress)).
     pub(super) fn takes_its_dirt_along(&self) -> bool {

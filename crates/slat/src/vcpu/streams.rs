@@ -22,11 +22,11 @@ use crate::vm::Sequence;
 #[derive(Default)]
 pub(super) struct Streams {
     streams: [Stream; Self::NUMBER],
-    /// The index of the last fault's stream.
+    /// The index of the stream to which the last fault belongs.
     current: usize,
     /// The number of faults so far.
     faults: u64,
-    /// The pause of the first looks of streams.
+    /// Decides whether the first fault of a new stream looks for resident pages.
     first_looks: Pause,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Stream {
     /// The number of pages in the adaptive window, if the window is open ([`Self::OPEN`]).
     size: u64,
     looked: Looked,
-    /// The pause for all looks of the stream after the first.
+    /// Decides which later faults of the stream look for resident pages.
     pause: Pause,
     /// The resident pages that the platform has reported in the last window and around it.
     pub(super) resident: Option<Resident>,

@@ -2,7 +2,7 @@
 //! replaces a part of them by other slots.
 //!
 //! # The order
-//! 1. *Moving*: if a slot moves and keeps its log, and that log consists of the leaves' dirty bits, the bits are noted
+//! 1. *Moving*: if a slot moves and keeps its log, and that log is kept in the leaves' dirty bits, the bits are noted
 //!    before the slot moves. Until step 6 no fault installs a leaf there whose dirty bit may be set.
 //! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
 //! 3. The new set is published, and the sequence is raised. Huge leaves that cross an edge of a part that stays are
@@ -135,7 +135,8 @@ pub(super) enum LogChange {
     Ends,
 }
 
-/// Slots that are leaving. The first fields are declared in the order in which they end, also in a panic.
+/// The change in progress of slots that are leaving: that are deleted, moved or replaced. The first fields are declared
+/// in the order in which they have to be dropped, also in a panic.
 pub(super) struct Departure<'a, P: Platform, F: Format> {
     leaving: Option<Counted<'a>>,
     moving: Option<Counted<'a>>,

@@ -16,7 +16,8 @@
 //! with dirty bits, the leaf starts dirty or clean.
 //!
 //! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the entries above
-//! their tables: when a log begins, and when a harvest finds every page of such an entry in the log (`table::protect`).
+//! their tables: when logging starts, and when a harvest finds every page of such an entry in the log
+//! (`table::protect`).
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
 //! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
@@ -43,7 +44,7 @@
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
 //! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names. With
-//! *initially set*, a new log begins with every page marked, and its begin changes no leaf.
+//! *initially set*, every page of a new log is marked, and the start of logging changes no leaf.
 
 use crate::sync::atomic::Ordering::*;
 use core::fmt;
@@ -352,7 +353,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap.is_some_and(|log| log.is_marked(gfn.0 - slot.gfns().start.0))
     }
 
-    /// Makes the log of a slot of `pages` pages that begins to log.
+    /// Makes the dirty log for a slot of `pages` pages whose logging starts.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {
             return Ok(DirtyLog::rings());
@@ -365,10 +366,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
-    /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if the
-    /// log begins there, to all `pages`. Call after publishing the slot with its log. The caller holds the turn of the
-    /// log, and `change` holds the slot writers' lock. Does nothing if the slot has changed meanwhile: that change has
-    /// done it.
+    /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if
+    /// logging of these pages starts, to all `pages`. Call after publishing the slot with its log. The caller holds the
+    /// turn of the log, and `change` holds the slot writers' lock. Does nothing if the slot has changed meanwhile: that
+    /// change has done it.
     pub(super) fn begin_logging(
         &self,
         space: &Space<P, F>,

@@ -38,12 +38,12 @@
 //! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the old
 //!   log may have taken some marks, and then finds no slot whose dirty bits it could clear. So the change clears the
 //!   dirty bits of unmarked pages.
-//! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has found the old slots may
-//!   have ignored entries. Both happened in reader sections that began before the slots with the log were published. So
-//!   the change waits for these sections, and then clears all dirty bits ([`super::departure`]). Dirty bits that are
-//!   set when a log ends stay set, and the next log clears them.
+//! * *Dirty logging starts*: a walker may have set dirty bits without a record, and a drain that has found the old
+//!   slots may have ignored entries. Both happened in reader sections that began before the slots with the log were
+//!   published. So the change waits for these sections, and then clears all dirty bits ([`super::departure`]). Dirty
+//!   bits that are set when dirty logging stops stay set, and the next log clears them.
 //! * *Huge leaves*: a walker names the page that was accessed, and sets the bit of a huge leaf once for all its pages.
-//!   So faults map logged slots at 4 KiB. When the log begins, existing huge leaves are split, or write-protected until
+//!   So faults map logged slots at 4 KiB. When logging starts, existing huge leaves are split, or write-protected until
 //!   the first write splits them. (With *initially set*, a huge leaf stays writable as long as all its pages are
 //!   marked.)
 //! * *Shadow pages* of nested tables: a walker does not know the frame of a leaf there. So writes through these leaves
@@ -123,8 +123,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Drains the buffers, if a change to `region` begins a log of buffers. Call before the slot changes: the entries
-    /// in the buffers are of the old slots, and would mark pages that were not written in the new slot.
+    /// Drains the buffers, if a change to `region` starts dirty logging by walkers' buffers. Call before the slot
+    /// changes: the entries in the buffers are of the old slots, and would mark pages that were not written in the new
+    /// slot.
     pub(super) fn drain_before(&self, region: &Region) {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let by_buffers = self.policy.dirty_log() == DirtyLogMethod::Buffer;

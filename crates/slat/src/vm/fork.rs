@@ -16,7 +16,7 @@
 //!
 //! # What is copied
 //! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies; and the kind
-//!   of the dirty logs. A dirty log begins anew, like that of a new slot. vCPUs, rings, counters and the limit of
+//!   of the dirty logs. The copy's dirty logs are new, like those of new slots. vCPUs, rings, counters and the limit of
 //!   shadow pages are not copied.
 //! * *The tables*, in the same pass in which the parent's leaves lose the right to write: each leaf that the walk
 //!   visits is stored, under the lock of its table, in a table of the child, which no other thread can reach yet. So

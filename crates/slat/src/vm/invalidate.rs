@@ -37,11 +37,11 @@ use crate::sync::{SpinLock, held};
 use crate::table::overlap;
 use crate::trace::Event;
 
-/// The value of the sequence when a fault began its look-ups.
+/// The value of the invalidation sequence (KVM: `mmu_invalidate_seq`) when a fault began its look-ups.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence(u64);
 
-/// The sequence and the invalidations in progress.
+/// The invalidation sequence of a VM, and its invalidations in progress.
 pub(crate) struct InProgress {
     sequence: AtomicU64,
     /// The number of invalidations in progress.
@@ -109,7 +109,7 @@ impl InProgress {
         }
     }
 
-    /// Returns the sequence. A fault calls this before it looks up anything.
+    /// Returns the invalidation sequence. A fault calls this before it looks up anything.
     #[inline]
     pub(crate) fn sequence(&self) -> Sequence {
         Sequence(self.sequence.load(Acquire))
@@ -133,7 +133,7 @@ impl InProgress {
         self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
-    /// Raises the sequence, so that no fault that read it before can install.
+    /// Raises the invalidation sequence, so that no fault that read it before can install.
     pub(crate) fn raise(&self) {
         self.sequence.fetch_add(1, SeqCst);
     }

@@ -9,7 +9,7 @@
 //!
 //! # Locks, in the order in which they are taken
 //! 1. The list of dirty rings: held during a whole reset.
-//! 2. The turn (a fair lock) of a slot's dirty log: held while the log begins, or during a whole harvest or clear.
+//! 2. The turn (a fair lock) of a slot's dirty log: held while logging starts, or during a whole harvest or clear.
 //! 3. The slot writers' lock of an address space: held during a slot change (a deletion or move releases it before its
 //!    flush), or during one step of an operation on a slot ([`slot_op`]). A conversion takes these locks of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section, so its
@@ -272,7 +272,7 @@ pub struct Vm<P: Platform, F: Format> {
 struct LogMode {
     /// Whether getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).
     manual: AtomicBool,
-    /// Whether new logs begin with every page marked.
+    /// Whether new dirty logs have every page marked at first (KVM_DIRTY_LOG_INITIALLY_SET).
     initially_set: AtomicBool,
     /// Whether new logs write to rings and have no bitmap ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
@@ -300,7 +300,7 @@ impl<P: Platform, F: Format> Space<P, F> {
         })
     }
 
-    /// Returns the context of walks in this address space.
+    /// Returns the root from which walks by guest-physical addresses start in this address space.
     pub(crate) fn root(&self) -> Root {
         self.root
     }

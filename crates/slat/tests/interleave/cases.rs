@@ -178,7 +178,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// A client changes "initially set" while a log begins.
+    /// A client changes "initially set" while dirty logging starts.
     pub fn a_log_that_begins_while_initially_set_is_switched_names_every_write() {
         let begin_and_write: Act<F> = |w| {
             w.flags(LOGGED);

@@ -512,7 +512,7 @@ mod each_shadow {
         guest.vm.set_policy(Setting::parse(name, value).unwrap());
     }
 
-    /// When the log begins, the leaves are huge, and are split. Then the log ends.
+    /// When dirty logging starts, the leaves are huge, and are split. Then logging stops.
     pub fn each_kind_of_log_names_what_a_guest_writes_by_its_tables<F: Format>(config: Config) {
         for method in ["write-protect", "dirty-bit", "buffer"] {
             let mut guest = Guest::<F>::new(config, Level::MEGA);

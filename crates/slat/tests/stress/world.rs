@@ -37,7 +37,7 @@ pub enum Logs {
     Bitmap,
     /// Clearing a log (manual protection) protects its pages again; a harvest does not.
     Manual,
-    /// The log consists of the leaves' dirty bits, if the format has them.
+    /// The log is kept in the leaves' dirty bits, if the format has them.
     DirtyBits,
     /// Walkers write the written pages to buffers, if the format has dirty bits.
     Buffers,

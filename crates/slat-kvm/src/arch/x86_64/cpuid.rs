@@ -46,8 +46,8 @@ const SVM_LEAF: u32 = 0x8000_000a;
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
-/// Returns the bits of KVM's paravirtual features: the stable clock; IPIs, wake-ups and ends of interrupts without the
-/// APIC; asynchronous page faults; and steal time, if the host counts it.
+/// Returns the bits of KVM's paravirtual features: the stable clock; IPIs, wake-ups and EOIs without the APIC;
+/// asynchronous page faults; and steal time, if the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE

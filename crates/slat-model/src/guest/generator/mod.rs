@@ -354,8 +354,8 @@ impl Generator {
         GuestOp::SetMode { cpu, mode, cr3 }
     }
 
-    /// Changes a slot, and plans to change it back. Meanwhile the slot is deleted, has other memory or other rights,
-    /// or is at another address; or its log begins or ends.
+    /// Changes a slot, and plans to change it back. Meanwhile the slot is deleted, has other memory or other rights, or
+    /// is at another address; or its dirty logging starts or stops.
     fn slot_change(&mut self, runner: &Runner) -> GuestOp {
         let slot = self.rng.below(SLOTS.len() as u64) as usize;
         let home = region(slot, 0);

@@ -277,8 +277,9 @@ pub unsafe extern "C" fn pass_through_gate(_signal: i32, _info: usize, frame: *m
     }
 }
 
-/// Returns to the interrupted code, with the call's result and the present signal mask. The gate returns here from a
-/// call that [`pass_through_gate`] has made, with the stack pointer at the frame of the interrupted code.
+/// Returns to the interrupted code, with the call's result and the present signal mask. The gate (an `svc` and a `ret`
+/// in the C library's text) returns here from a call that [`pass_through_gate`] has made, with the stack pointer at the
+/// frame of the interrupted code.
 #[unsafe(naked)]
 unsafe extern "C" fn passed() {
     naked_asm!(

@@ -4,8 +4,8 @@
 
 use std::arch::naked_asm;
 
-/// Whether the library's copy can run, so that slat keeps its files for a copy. Always true: only old kernels lack
-/// Syscall User Dispatch.
+/// Whether a copy of this library can run in another root (`carry`), so that slat keeps the files for such a copy.
+/// Always true: only old kernels lack Syscall User Dispatch.
 pub fn is_possible() -> bool {
     true
 }

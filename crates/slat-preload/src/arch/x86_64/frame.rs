@@ -294,8 +294,8 @@ pub unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
 /// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
 ///   does not need the caller's stack.
 pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
-    /// The first code of the new process. The `ret` at the gate leads here, with the stack pointer at the frame, as
-    /// rt_sigreturn(2) expects.
+    /// The first code of the new process. The `ret` at the gate (a `syscall` and a `ret` in the C library's text) leads
+    /// here, with the stack pointer at the frame, as rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(

@@ -50,7 +50,7 @@ use places::{Places, R15, State};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
-/// A block as the target of branches: its position, its branches, and where it expects its values.
+/// A block of the function, as the target of branches: its position, its branches, and where it expects its values.
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,

@@ -132,7 +132,7 @@ impl Places {
         self.known(value).register = R15.0;
     }
 
-    /// Returns the slot in which a value is saved.
+    /// Returns the stack slot in which a value is saved.
     pub(super) fn saved(&self, value: Value) -> Option<u8> {
         let slot = self.values[value.index()].slot;
         (slot != NO_SLOT && self.state.saved >> slot & 1 != 0).then_some(slot)
@@ -178,7 +178,7 @@ impl Places {
         }
     }
 
-    /// Returns the slot of a value.
+    /// Returns the stack slot of a value.
     pub(super) fn slot(&mut self, value: Value) -> u8 {
         if self.known(value).slot == NO_SLOT {
             if self.slots == SLOTS {

@@ -212,7 +212,7 @@ impl Role {
 pub(crate) struct Note(u64);
 
 impl Note {
-    /// The note of an entry without a note.
+    /// The value for an entry that has no note, because the guest's tables granted nothing for it.
     pub(crate) const NONE: Note = Note(0);
 
     const RIGHTS: u32 = 3;

@@ -296,7 +296,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Call before `slot` moves, while no fault installs its leaves ([`InProgress::slot_moves`]). If the slot's log,
-    /// which moves with the slot, consists of the leaves' dirty bits, zaps the leaves and notes the bits, because after
+    /// which moves with the slot, is kept in the leaves' dirty bits, zaps the leaves and notes the bits, because after
     /// the move these bits would count for other pages. Returns whether it did.
     ///
     /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
@@ -323,7 +323,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Zaps the leaves in `gfns`, which are frames of `slot`. If the slot's log consists of the leaves' dirty bits,
+    /// Zaps the leaves in `gfns`, which are frames of `slot`. If the slot's log is kept in the leaves' dirty bits,
     /// notes these bits in the log.
     pub(super) fn zap_part(&mut self, slot: &Memslot, gfns: &Range<Gfn>) {
         self.covers(gfns);

@@ -52,7 +52,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         changed.zip(leaves).for_each(|(sum, n)| *sum += n);
     }
 
-    /// Zaps leaves of `slot`. If its log consists of the leaves' dirty bits, moves them to its bitmap.
+    /// Zaps leaves of `slot`. If its log is kept in the leaves' dirty bits, moves them to its bitmap.
     pub(crate) fn zap(&mut self, slot: &Memslot, walk: &mut Walk) {
         match slot.log() {
             Some(log) if !log.kind().protects() => self.zap_some(slot, walk, |_, _| true),
@@ -60,7 +60,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Zaps the leaves of `slot` for which `wanted` is true. If the slot's log consists of the leaves' dirty bits,
+    /// Zaps the leaves of `slot` for which `wanted` is true. If the slot's log is kept in the leaves' dirty bits,
     /// moves these bits to its bitmap, under the lock of the leaves' table. Detaches no tables: a walker that has
     /// reached a detached table could still set a dirty bit in it.
     pub(super) fn zap_some(

@@ -29,7 +29,7 @@ pub(crate) enum Model {
     Split {
         /// The number of pins of the client's I/O APIC. The GSIs below this number are these pins.
         pins: u32,
-        /// The vectors of level-triggered pins. The end of an interrupt with such a vector exits to the client.
+        /// The vectors of level-triggered pins. The EOI of an interrupt with such a vector exits to the client.
         reported: Vectors,
     },
 }

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The source of a line's level that stands for the 8254.
+/// The irq source id (KVM's word) of the 8254. A line is high as long as any source holds it high.
 pub(crate) const TIMER: u8 = 2;
 
 /// The controllers' lines whose interrupts the guest has ended. These lines are collected while a controller is locked,
@@ -55,8 +55,8 @@ pub(crate) struct Chips {
     storm: Shared<Client>,
 }
 
-/// The length of the pause after an interrupt storm. A storm is an interrupt whose line was still high at many ends of
-/// interrupt in a row.
+/// The length of the pause after an interrupt storm. A storm is an interrupt whose line was still high at many EOIs in
+/// a row.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {
@@ -184,7 +184,8 @@ impl Chips {
         }
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the interrupt has gone away.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the pair's INTR line has
+    /// fallen meanwhile.
     pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
         let acknowledged =
             self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;

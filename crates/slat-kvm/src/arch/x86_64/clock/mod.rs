@@ -66,7 +66,7 @@ use std::time::{Duration, Instant};
 
 /// The flags that `KVM_GET_CLOCK` can return and `KVM_SET_CLOCK` accepts.
 pub const FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
-/// The number of seconds after which a page is written again, if its clock is not stable.
+/// The number of seconds after which a vCPU's kvmclock page is written again, if its clock is not stable.
 const REFRESH: u64 = 60;
 /// The longest time, in nanoseconds, that [`VmClock::instant`] adds to a deadline so that the ticker does not wake too
 /// early.

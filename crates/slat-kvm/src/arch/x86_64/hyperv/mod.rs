@@ -29,8 +29,8 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Default)]
 pub(crate) struct Hyperv {
     partition: Mutex<Partition>,
-    /// Whether the reference page has to be written. Stored under the partition's lock, before the attention word of the
-    /// vCPU that has to write the page is raised. While it is false, vCPUs do not take that lock.
+    /// Whether the page of the reference clock has to be written. Stored under the partition's lock, before the
+    /// attention word of the vCPU that has to write the page is raised. While it is false, vCPUs do not take that lock.
     is_page_due: AtomicBool,
     pub(crate) connections: Connections,
 }
@@ -51,7 +51,8 @@ impl Hyperv {
         self.with_partition(Partition::clock_changed);
     }
 
-    /// Begins to write the reference page. `None`: the page need not be written.
+    /// Begins to write the page of the reference clock (Hyper-V's reference TSC page). `None`: the page need not be
+    /// written.
     pub(crate) fn begin_page(&self) -> Option<DuePage> {
         if !self.is_page_due.load(Ordering::Relaxed) {
             return None;

@@ -5,8 +5,8 @@ use slat_hyperv::synic::Synic;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The part of a virtual processor that other threads use. Each of the atomics is one word, which means the same by
-/// itself: it needs no order.
+/// The part of a virtual processor that other threads use. Accesses to the atomics need no order, because no other data
+/// depends on their values.
 #[derive(Debug)]
 pub(crate) struct VirtualProcessor {
     index: AtomicU32,

@@ -1,5 +1,5 @@
-//! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of ends of interrupts to
-//! controllers and clients.
+//! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of EOIs to controllers and
+//! clients.
 
 use crate::arch::x86_64::chips::{Ended, Model, TIMER};
 use crate::arch::x86_64::devices::{Device, SPEAKER, VmTimer};
@@ -123,8 +123,7 @@ impl Interrupts {
         }
     }
 
-    /// Records the vectors whose ends of interrupt are reported to the client. Call with the new routes while they are
-    /// locked.
+    /// Records the vectors whose EOIs are reported to the client. Call with the new routes while they are locked.
     pub(crate) fn routes_changed(&self, routes: &Routes) {
         if let Some(Model::Split { pins, reported }) = self.arch.model.get() {
             let mut vectors = [0; 4];
@@ -141,7 +140,7 @@ impl Interrupts {
         }
     }
 
-    /// Whether the end of an interrupt with this vector has to be reported to the I/O APIC, slat's or the client's.
+    /// Whether the EOI of an interrupt with this vector has to be reported to the I/O APIC, slat's or the client's.
     pub(crate) fn waits_for_end(&self, vector: u8) -> bool {
         match self.arch.model.get() {
             Some(Model::Pc(chips)) => chips.ioapic_has(vector),
@@ -150,8 +149,8 @@ impl Interrupts {
         }
     }
 
-    /// Call after a guest's end of interrupt at its local APIC, with that APIC unlocked. Returns whether the vCPU has
-    /// to exit to the client with `KVM_EXIT_IOAPIC_EOI`.
+    /// Call after a guest's EOI at its local APIC, with that APIC unlocked. Returns whether the vCPU has to exit to the
+    /// client with `KVM_EXIT_IOAPIC_EOI`.
     pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
         if !self.waits_for_end(vector) {
             return false;
@@ -163,7 +162,8 @@ impl Interrupts {
         chips.is_none()
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the interrupt has gone away.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the pair's INTR line has
+    /// fallen meanwhile.
     pub(crate) fn acknowledge_external(&self) -> Option<u8> {
         let (vector, ended) = self.chips()?.acknowledge(&self.vcpus)?;
         self.carry_out(ended);
@@ -293,7 +293,7 @@ impl VmTimers for Interrupts {
     }
 }
 
-/// Returns the tracepoint for the end of an interrupt of this line.
+/// Returns the tracepoint for the EOI of an interrupt of this line.
 fn acknowledged(line: Target) -> AckIrq {
     let (irqchip, pin) = match line {
         Target::Pic(line) => (u32::from(line) / 8, u32::from(line) % 8),

@@ -2,7 +2,7 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `lines` | delivery of lines and messages to vCPUs, accesses to controllers, and ends of interrupts |
+//! | `lines` | delivery of lines and messages to vCPUs, accesses to controllers, and EOIs |
 //! | `routes` | the routes of a PC |
 //! | `create`, `state` | creation of controllers; how they are saved and restored |
 //!

@@ -59,7 +59,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
-    /// Whether the guest must still get the event that all pages are ready for which its tasks wait.
+    /// Whether the guest must still get the asynchronous page fault event "all pages are ready", which wakes all tasks
+    /// that wait for pages.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
     /// The number of this vCPU's TSC in the VM's clock.
@@ -76,7 +77,7 @@ pub(crate) struct VcpuMachine {
     wall_clock_wanted: bool,
     /// Whether the guest has only the paravirtual features that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
     pub(crate) enforces_pv_features: bool,
-    /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
+    /// The vector whose EOI exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
     /// The address space that the engine's vCPU uses.
     space: usize,
@@ -265,7 +266,7 @@ impl VcpuMachine {
                 if self.vm.interrupts.end_of_interrupt(vector, level) {
                     self.ioapic_eoi = Some(vector);
                 }
-                // The end of an interrupt may make another interrupt deliverable.
+                // An EOI may make another interrupt deliverable.
                 self.common.attention.raise(bits::IRQ);
             }
         }

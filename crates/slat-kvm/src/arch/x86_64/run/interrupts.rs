@@ -35,8 +35,8 @@ impl VcpuObject {
                 self.common().exits.halts.wakeup.add(1);
                 break;
             }
-            // A halted vCPU can accept an interrupt of the client. The window is reported here, because the halt causes
-            // no other exit.
+            // A halted vCPU can accept an interrupt of the client. The interrupt window (`KVM_EXIT_IRQ_WINDOW_OPEN`) is
+            // reported here, because the halt causes no other exit.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }
@@ -81,7 +81,7 @@ impl VcpuObject {
     }
 
     /// Acknowledges the interrupt that the vCPU accepts now. The 8259's interrupts come before those of the vCPU's
-    /// APIC. `None`: the interrupt has gone away.
+    /// APIC. `None`: the interrupt is not pending any more.
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
