@@ -14,7 +14,7 @@ use crate::sync::{AtomicU32, AtomicUsize, const_fn, fence, global};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// The code that is registered, with its table and its exit.
+/// The generated code that is registered, with its table of guarded accesses and its exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Registered {
     /// The first address of the code, and the one after the last.
@@ -24,7 +24,7 @@ struct Registered {
     exit: usize,
 }
 
-/// The registration, as handlers read it.
+/// The registration of generated code, as signal handlers read it.
 #[derive(Debug)]
 struct Generated {
     /// Odd during a change; also in a forked child whose parent was changing the registration at the fork.

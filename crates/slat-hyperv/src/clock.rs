@@ -6,12 +6,12 @@
 
 /// Nanoseconds of one unit of the reference clock.
 pub const UNIT: u64 = 100;
-/// The number of bytes of the page that have a meaning.
+/// The number of bytes of the reference TSC page that have a meaning.
 pub const PAGE_BYTES: usize = 24;
 /// The sequence that, in an old version of the interface, tells guests to read the MSR.
 const OLD_INVALID: u32 = u32::MAX;
 
-/// The contents of the page.
+/// The contents of the reference TSC page, by which the guest computes the reference clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TscPage {
     /// The sequence changes with the contents; it is 0 while the page is invalid.

@@ -3,11 +3,11 @@
 //! A slot is free while its type is 0. A sender that finds the slot occupied sets a flag in the slot. When the guest
 //! has freed the slot, the guest tells the SynIC that the next message can be sent.
 
-/// The size of a slot in bytes.
+/// The size in bytes of a message slot in the SynIC's page.
 pub const SLOT_BYTES: u64 = 256;
-/// Offset of the flags in a slot.
+/// Offset of the flags in a message slot.
 pub const FLAGS: u64 = 5;
-/// Flag: another message waits for the slot.
+/// Flag: another message waits for the message slot.
 pub const PENDING: u8 = 1;
 /// The size in bytes of a timer's message, with its header.
 pub const TIMER_BYTES: usize = HEADER + PAYLOAD;

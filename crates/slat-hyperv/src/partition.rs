@@ -30,10 +30,10 @@ pub enum Effect {
     Debugger(u32),
 }
 
-/// Whether the guest has a reference page, and its state.
+/// Whether the guest has a reference TSC page, and the page's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PageState {
-    /// The guest has no reference page.
+    /// The guest has no reference TSC page.
     #[default]
     Unset,
     /// The page has to be written, because the guest has named it.
@@ -243,7 +243,7 @@ impl Partition {
         self.is_page_due()
     }
 
-    /// Whether the page has to be written.
+    /// Whether the reference TSC page has to be written.
     pub fn is_page_due(&self) -> bool {
         matches!(
             self.page_state,

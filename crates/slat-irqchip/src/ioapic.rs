@@ -44,14 +44,14 @@ const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
 const ID_SHIFT: u32 = 24;
 const ID_MASK: u32 = 0xf;
 
-/// Fields of an entry.
+/// Fields of a redirection entry.
 const LOGICAL: u64 = 1 << 11;
 const DELIVERY_STATUS: u64 = 1 << 12;
 const REMOTE_IRR: u64 = 1 << 14;
 const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 const DESTINATION_SHIFT: u32 = 56;
-/// Bits that the guest cannot write.
+/// Bits of a redirection entry that the guest cannot write.
 const READ_ONLY: u64 = REMOTE_IRR | DELIVERY_STATUS;
 
 /// The registers: the fields of `kvm_ioapic_state`.

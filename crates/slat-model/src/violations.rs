@@ -6,7 +6,7 @@ use std::sync::Mutex;
 /// The number of violations that are kept. After one violation, each later access may cause another one.
 const MOST: usize = 20;
 
-/// A list of violations.
+/// The violations that were found, as text.
 #[derive(Default)]
 pub(crate) struct Violations(Mutex<Vec<String>>);
 

@@ -10,7 +10,7 @@ use crate::setup::VCPUS;
 /// An address space, and a frame whose dirty bit was set in it.
 type Written = (usize, Gfn);
 
-/// The buffers of all vCPUs.
+/// The buffers in which the walkers of all vCPUs record written pages (Intel: PML).
 #[derive(Default)]
 pub(crate) struct WalkerBuffers([Mutex<Vec<Written>>; VCPUS]);
 
@@ -24,7 +24,7 @@ impl WalkerBuffers {
         (buffer.len() == Self::MOST).then(|| take(&mut *buffer))
     }
 
-    /// Writes to the buffer of vCPU `i`, which is not full.
+    /// Adds an entry to the buffer of vCPU `i`, which is not full.
     pub(crate) fn write(&self, i: usize, written: Written) {
         let mut buffer = self.0[i].lock().unwrap();
         assert!(

@@ -30,9 +30,9 @@ const CALL_CPU: Duration = Duration::from_secs(2);
 const HANGS: Duration = Duration::from_secs(60);
 /// Time between two checks of the lanes by the watchman, the thread that finds hanging calls.
 const TICK: Duration = Duration::from_micros(500);
-/// The number of last steps of a lane that a finding lists.
+/// The number of steps that the report of a finding lists for each lane: the last ones.
 const REMEMBERED: usize = 24;
-/// `kvm_run.flags` before a run has begun.
+/// The value that a lane stores in `kvm_run.flags` before a run. `KVM_RUN` overwrites it when the run begins.
 const NOT_BEGUN: u16 = 0xffff;
 
 /// The way in which a `KVM_RUN` is ended.
@@ -56,7 +56,7 @@ impl Kick {
     }
 }
 
-/// A step of a lane.
+/// A step of a lane (a thread of the stream): one call that the watchman watches.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
     /// Name of the step.
@@ -65,7 +65,7 @@ pub struct Step {
     pub detail: [u64; 2],
 }
 
-/// The time and the way in which a run is ended.
+/// When and how the watchman ends a `KVM_RUN`.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice {
     /// The vCPU's `kvm_run`, mapped until the run has returned.
@@ -201,7 +201,7 @@ pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(
 }
 
 impl Stream {
-    /// Returns a lane.
+    /// Returns the lane of the thread with this index.
     pub fn lane(&self, index: usize) -> &Lane {
         &self.lanes[index]
     }

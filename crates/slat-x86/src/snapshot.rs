@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::ptr::{self, NonNull};
 
 const PAGE: usize = 0x1000;
-/// The number of bytes of a line.
+/// The number of bytes of a line, the unit in which code is copied and compared.
 const LINE: usize = 64;
 
 /// The decoded code of a page. The first cache line of a snapshot is read each time that the page's code is entered.

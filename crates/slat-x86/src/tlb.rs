@@ -71,9 +71,9 @@ pub(crate) struct Entry {
     note: u64,
 }
 
-/// The flag of a note: the page may be written, but each store needs a check.
+/// The flag in an entry's `note`: the page may be written, but each store needs a check.
 const CODE: u64 = 1 << 0;
-/// The flag of a note: the translation is global.
+/// The flag in an entry's `note`: the translation is global.
 const GLOBAL: u64 = 1 << 1;
 
 /// The shift that turns an entry's index into the entry's offset from the table's address.

@@ -82,7 +82,7 @@ fn accesses_of_devices_are_completed() {
         let (esr, syndrome) = refused(&mut guest, word);
         assert_eq!((esr & !WNR, syndrome), (abort, None), "{word:08x}");
     }
-    // Nothing answers.
+    // No device answers the access: EL1 takes an external abort.
     let Leave::Stage2 { fault, .. } = guest.execute(&[STR], [0, 0x1000]) else {
         panic!("STR is not refused");
     };

@@ -9,7 +9,7 @@ pub struct Registers {
     pub wxn: bool,
 }
 
-/// Who accesses, and what for.
+/// An access: its privilege, and the right that it needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Query {
     pub privileged: bool,
@@ -28,7 +28,7 @@ pub enum Outcome {
         shareability: u8,
     },
     Fault(u8),
-    /// The descriptor at an address is not there.
+    /// There is no memory at the address of a descriptor.
     Hole {
         ipa: u64,
         level: u8,

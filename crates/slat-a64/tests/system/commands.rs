@@ -21,7 +21,7 @@ pub const EL1: u64 = MASKED | 5;
 pub struct Run {
     pub words: [u32; 4],
     pub spsr: u64,
-    /// 0: the stub.
+    /// The address at which the run begins. 0: that of the stub, where the payload stores `words`.
     pub start: u64,
     pub cpacr: u64,
     pub mdscr: u64,
@@ -94,7 +94,7 @@ impl Script {
             sctlr,
         ]);
     }
-    /// Executes.
+    /// Appends the command that executes `run`.
     pub fn run(&mut self, run: Run) {
         let pair = |n: usize| u64::from(run.words[n + 1]) << 32 | u64::from(run.words[n]);
         let [a, b, c, d] = run.x;

@@ -267,7 +267,7 @@ fn unmapping() {
     msi.signal(0, 0);
     msi.command([0x0f, 0, 0, 0]);
     assert!(msi.guest.is_quiet(0) && msi.is_unmapped(0, 0));
-    // Two events of one LPI: it ends with the last one.
+    // Two events are mapped to one LPI: what is pending is dropped with the last of them.
     msi.map_event(0, 0, 8200, 0);
     msi.map_event(0, 1, 8200, 0);
     msi.signal(0, 1);

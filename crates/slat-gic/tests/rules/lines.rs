@@ -42,7 +42,7 @@ fn an_edge_is_latched() {
         assert!(guest.bit(0, ISPENDR, 40));
         assert_eq!(guest.ack(0, group), 40);
         assert!(!guest.bit(0, ISPENDR, 40) && guest.bit(0, ISACTIVER, 40));
-        // A further edge makes it active and pending: it comes again after its end.
+        // A further edge makes it active and pending: it comes again after its EOI.
         guest.gic.set_spi(40, true).unwrap();
         assert!(guest.bit(0, ISPENDR, 40) && guest.is_quiet(0));
         guest.end(0, group, 40);
@@ -50,7 +50,7 @@ fn an_edge_is_latched() {
     });
 }
 
-/// The latch of a level ends with its acknowledgement, its line does not.
+/// The acknowledgement of a level-triggered interrupt clears its pending latch, but does not lower its line.
 #[test]
 fn a_level_comes_again_if_its_line_stays_high() {
     with_both(|mut guest| {
@@ -88,7 +88,7 @@ fn ends_of_levels_are_reported() {
         assert_eq!(guest.ack(0, group), 48);
         guest.end(0, group, 48);
         assert!(ended(&mut guest).is_empty());
-        // With EOImode the deactivation is the end.
+        // With EOImode the interrupt ends with its deactivation.
         guest.separate_deactivation(0);
         guest.pend(40, 0x80);
         assert_eq!(guest.ack(0, group), 40);

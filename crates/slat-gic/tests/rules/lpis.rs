@@ -3,7 +3,7 @@
 use super::its::{CONFIGURATION, Msi, PENDING};
 use super::*;
 
-/// An LPI becomes pending, is acknowledged, and ends without an active state.
+/// An LPI becomes pending, is acknowledged, and ends at its EOI without an active state.
 #[test]
 fn an_lpi_has_no_active_state() {
     let mut msi = Msi::new();
@@ -14,11 +14,11 @@ fn an_lpi_has_no_active_state() {
     assert!(guest.irq(0));
     assert_eq!(guest.ack(0, 1), 8200);
     assert_eq!(guest.running(0), 0xa0);
-    // A second message may come before the end.
+    // A second message may come before the EOI.
     msi.signal(0, 0);
     let guest = &mut msi.guest;
     assert!(guest.is_quiet(0));
-    // Even with EOImode the end is all.
+    // Even with EOImode, the EOI alone ends the LPI.
     guest.set(0, Icc::Ctlr, 2);
     guest.end(0, 1, 8200);
     assert_eq!(guest.running(0), 0xff);

@@ -147,7 +147,7 @@ impl Guest {
         }
     }
 
-    /// Lets an end only drop the priority.
+    /// Makes an EOI only drop the priority (EOImode).
     fn separate_deactivation(&mut self, vcpu: usize) {
         match self.model {
             Model::V2 => self.write(vcpu, CPU, 0x00, 0x203),

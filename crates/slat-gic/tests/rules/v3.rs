@@ -165,7 +165,7 @@ fn groups() {
     guest.pend(42, 0x08);
     assert_eq!(guest.ack(0, 1), 42);
     assert_eq!(guest.get(0, Icc::Apr(Group::One, 0)), 1 << 1);
-    // The end drops the highest priority.
+    // An EOI drops the highest priority.
     guest.end(0, 1, 42);
     assert_eq!(guest.get(0, Icc::Apr(Group::One, 0)), 0);
     assert_eq!(guest.running(0), 0x80);

@@ -9,7 +9,7 @@ use std::vec::Vec;
 const MASKED: u64 = 1 << 16;
 const LEVEL: u64 = 1 << 15;
 const REMOTE_IRR: u64 = 1 << 14;
-/// The source of resample irqfds.
+/// The irq source id of resample irqfds.
 const RESAMPLE: u8 = 1;
 
 /// An I/O APIC, and the messages that it has sent to local APICs that accept all of them.

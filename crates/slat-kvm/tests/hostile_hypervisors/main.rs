@@ -67,7 +67,7 @@ impl Machine {
         machine
     }
 
-    /// Creates a slot, deletes it, or begins or ends its dirty log.
+    /// Creates a slot, deletes it, or starts or stops its dirty logging.
     fn change_slot(&mut self, slot: usize) {
         let (number, gpa, bytes, at) = SLOTS[slot];
         let deletes = self.slots[slot] && self.random.one_in(2);

@@ -44,11 +44,11 @@ global_asm!(
     "in al, 0x10",
     "mov dword ptr ds:[0xd0000000], 0x11223344",
     "mov eax, dword ptr ds:[0xd0000004]",
-    // Two eventfds.
+    // Signals two eventfds, by memory and by a port.
     "mov dword ptr ds:[0xd0001000], 7",
     "mov dx, 0x510",
     "out dx, al",
-    // Random numbers.
+    // Reads random numbers by RDRAND.
     "mov esi, 200",
     "3: .byte 0x0f, 0xc7, 0xf0", // rdrand eax
     "dec esi",
@@ -63,7 +63,7 @@ global_asm!(
     "cmp dword ptr ds:[0x804], 5",
     "jb 5b",
     "mov dword ptr ds:[0xfee00320], 0x10031",
-    // The client's interrupts.
+    // Waits for five interrupts that the client sends.
     "mov al, 2",
     "out 0x10, al",
     "6: cli",

@@ -113,7 +113,7 @@ struct Slot {
     offset: usize,
     /// The slot's content before the guest ran; empty if it is not checked.
     initial: Vec<u8>,
-    /// The pages that the log has named.
+    /// The pages that the slot's dirty log has named.
     dirty: BTreeSet<usize>,
 }
 
@@ -181,7 +181,7 @@ impl Slot {
         log
     }
 
-    /// Clears the pages that the log names now.
+    /// Clears, in the dirty log, the pages that it names now.
     fn clear(&mut self, vm: &VmFd) {
         let named = self.harvest(vm);
         if !named.is_empty() {

@@ -80,7 +80,7 @@ pub(crate) fn keeps(asid: u32) -> bool {
 
 /// Returns the world of the TLB for an ASID. World 0 belongs to the hypervisor.
 pub(crate) fn world_of(asid: u32) -> usize {
-    /// The world of all ASIDs for which the TLB keeps no translations.
+    /// The world (TLB context) of all ASIDs for which the TLB keeps no translations.
     const OTHER: usize = WORLDS - 1;
     match asid {
         0 => 0,
@@ -138,7 +138,7 @@ impl Pauses {
 }
 
 impl Svm {
-    /// Returns the TLB's current world.
+    /// Returns the TLB's current world: 0 for the hypervisor, otherwise that of its guest's ASID.
     pub(crate) fn world(&self) -> usize {
         match self.guest {
             true => world_of(self.control.asid()),

@@ -2,7 +2,7 @@
 
 use super::lanes::Lanes;
 
-/// How a stub is called.
+/// How a stub, a function that executes one SIMD instruction of the host, is called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// An instruction on integers or bits. MXCSR has no effect.

@@ -339,7 +339,7 @@ fn each_segment_is_where_the_manuals_have_it() {
     }
     assert_eq!((image.get16(0x64), image.get64(0x68)), (0x90, 0x9000));
     assert_eq!((image.get16(0x84), image.get64(0x88)), (0xa0, 0xa000));
-    // In KVM's byte for the shadow, bit 0 is MOV SS and bit 1 is STI.
+    // In KVM's byte for the interrupt shadow, bit 0 is MOV SS and bit 1 is STI.
     assert_eq!(image.0[0xcb], 2);
 
     let at = [0x184, 0x190, 0x19c, 0x12c, 0x138, 0x144, 0x178, 0x15c];

@@ -24,7 +24,8 @@ const WAYS: usize = 4;
 const SPACES: usize = 16;
 /// The number of bits of the PCID in the name of a space. The world is in the bits above.
 pub(crate) const PCID_BITS: u32 = 12;
-/// The number of worlds, which is limited by the bits in the name of a space.
+/// The number of worlds (the guest itself, and its nested guests by ASID), which is limited by the bits in the name of
+/// a space.
 pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
 /// The number of different space numbers.
 const NUMBERS: u16 = 1 << 14;
@@ -84,7 +85,7 @@ impl Space {
     }
 }
 
-/// Returns the world of the space called `name`.
+/// Returns the world (the guest itself, or a nested guest) of the address space called `name`.
 fn world_of(name: u16) -> usize {
     usize::from(name >> PCID_BITS)
 }

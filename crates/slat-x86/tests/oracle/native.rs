@@ -317,11 +317,11 @@ impl Drop for Arena {
     }
 }
 
-/// The size of the exit code at an end, in bytes.
+/// The size in bytes of the code by which the tested code exits at one of its ends.
 const END_LEN: usize = 14;
-/// The offset of the tails of the exit code in the code pages.
+/// The offset in the code pages of the tails: the code to which an end jumps to exit.
 const TAILS: usize = 0x100;
-/// The offset of the byte in the code pages where the tails store their number.
+/// The offset of the byte in the code pages where a tail stores the number of its end.
 const MARKER: usize = 0x1f0;
 
 fn install_handlers() {

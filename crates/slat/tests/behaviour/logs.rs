@@ -34,7 +34,7 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
     ];
     for ask in asks {
         let (platform, vm) = vm(PAGES, REMAP_4K);
-        // The begin of the log has to visit each table, so it takes some time.
+        // The start of dirty logging has to visit each table, so it takes some time.
         vm.set_policy(Setting::HierarchicalProtect(Switch::Off));
         set(&vm, 0, 0..PAGES, 0, NONE);
         let mut vcpu = vm.create_vcpu().unwrap();

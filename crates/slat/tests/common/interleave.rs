@@ -13,11 +13,11 @@ use slat_model::{Event, SimPlatform};
 pub trait Scene: Send + Sync {
     /// A description of a translation that the holder thread uses.
     type Held: Sync;
-    /// Whether a victim may have no step.
+    /// Whether a victim (the operation that is interrupted) may reach no event at which it can be stopped.
     fn may_be_still() -> bool {
         false
     }
-    /// Whether a victim may be stopped at this event.
+    /// Whether a victim may be stopped at this event, so that the intruder, the other operation, runs.
     fn is_step(_: &Event) -> bool {
         true
     }
@@ -29,7 +29,7 @@ pub trait Scene: Send + Sync {
     fn check(&self);
 }
 
-/// The holder's view of the victim and the intruder.
+/// What the holder, the thread that keeps using old translations, knows of the two operations (victim and intruder).
 pub struct Holder<'a> {
     ready: &'a AtomicBool,
     stop: &'a AtomicBool,
@@ -65,7 +65,7 @@ pub struct Progress {
     pub holder_may_quiesce: bool,
 }
 
-/// The number of steps at each end of a victim at all of which the intruder runs.
+/// The number of first steps, and of last steps, of a victim at each of which the intruder runs.
 const ENDS: usize = 64;
 
 /// Runs `victim` once for each of its steps, with `intruder` at that step. `held` describes the translations of the

@@ -89,7 +89,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// The same as for a created slot, but an existing slot moves to these frames.
+    /// Like the test above of a slot that is created, but an existing slot moves to these frames.
     pub fn a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there() {
         const OTHER: u64 = 4096 - SLOT_PAGES;
         let with_another = || {

@@ -143,7 +143,7 @@ fn a_clone_has_written_nothing_and_its_parent_what_it_has() {
         let child = fork(&world.vm);
         assert_eq!(find(&world.vm, |leaf| leaf.dirty), before);
         assert_eq!(find(&child, |leaf| leaf.dirty), [0; 0]);
-        // A log of dirty bits that begins now contains only later writes.
+        // If dirty logging by dirty bits starts now, the log contains only later writes.
         let logged = region().with_flags(LOGGED);
         child.set_memory_region(0, &logged).unwrap();
         assert_eq!(log_of(&child, 0), [0; 0]);

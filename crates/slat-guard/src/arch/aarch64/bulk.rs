@@ -139,7 +139,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     left
 }
 
-/// Whether the memory at `p` holds a line.
+/// Whether the memory at `p` holds the bytes of `line`.
 ///
 /// # Safety
 /// The requirements of [`matches`](crate::matches).

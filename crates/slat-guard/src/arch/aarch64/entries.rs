@@ -2,7 +2,7 @@
 
 use std::arch::naked_asm;
 
-/// The bytes of the first instruction of [`before_restorer`].
+/// The number of bytes of the first instruction of [`before_restorer`].
 pub const NOP: usize = 4;
 
 /// A handler returns to the kernel through the code after the first instruction: rt_sigreturn. Debuggers and unwinders

@@ -70,7 +70,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
     left
 }
 
-/// Whether the memory at `p` holds a line.
+/// Whether the memory at `p` holds the bytes of `line`.
 ///
 /// # Safety
 /// The requirements of [`matches`](crate::matches).

@@ -92,7 +92,7 @@ mod tests {
     use std::arch::asm;
 
     handler! {
-        /// A handler.
+        /// The entry of a signal handler that returns its stack pointer.
         entry calls inner
     }
 

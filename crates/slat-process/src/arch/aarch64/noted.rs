@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicIsize, AtomicU32, Ordering};
 
-/// The distance of the note from the thread pointer.
+/// The distance from the thread pointer to the word in which the C library notes the thread's id.
 static DISTANCE: AtomicIsize = AtomicIsize::new(0);
 
 fn thread_pointer() -> *mut u8 {

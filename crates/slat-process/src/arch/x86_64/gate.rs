@@ -4,7 +4,7 @@
 use std::arch::{asm, naked_asm};
 use std::sync::atomic::AtomicPtr;
 
-/// The bytes of the instruction that enters the kernel.
+/// The number of bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 2;
 
 /// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls it with the

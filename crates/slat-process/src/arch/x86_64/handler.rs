@@ -79,7 +79,7 @@ mod tests {
     use std::arch::{asm, naked_asm};
 
     handler! {
-        /// A handler.
+        /// The entry of a signal handler that returns its stack pointer.
         entry calls stack_pointer
     }
 

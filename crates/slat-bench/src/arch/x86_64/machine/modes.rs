@@ -234,7 +234,7 @@ impl Task {
                 };
                 (1..=times).rev().fold([0; 3], turn)
             }
-            // The last turn filled with 1, and compared one KiB.
+            // The last iteration of the loop filled memory with 1, and compared one KiB.
             Task::Strings => [1, STRINGS + 1024, (times * (times + 1) / 2) & mask],
         }
     }

@@ -176,7 +176,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
             "string",
             Program::strings(string, DATA),
             Box::new(move |end, word| {
-                // The last turn copied and filled 1.
+                // The last iteration of the loop copied and filled memory with 1.
                 let mut filled = ((4096 + 1000) / 8..).take(64);
                 end.r11 == string * (string + 1)
                     && end.r10 == string * UNSEARCHED
@@ -191,7 +191,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
         work(
             "miss",
             Program::rounds(DATA, PAGES, miss),
-            // The last round wrote 1.
+            // The last round of the program wrote 1 to each page.
             Box::new(|_, word| (0..PAGES as usize).all(|page| word(page * PAGE as usize / 8) == 1)),
         ),
         Work {
