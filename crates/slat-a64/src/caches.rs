@@ -11,7 +11,8 @@ use crate::tlb::Tlb;
 pub(crate) struct Caches {
     pub(crate) tlb: Tlb,
     pub(crate) code: Code,
-    /// Changes whenever translations, or decoded code, are dropped; and whenever decoded code is.
+    /// Two counters by which compiled code learns that what it has remembered is out of date. The first one is raised
+    /// whenever translations or decoded code are dropped, the second one only when decoded code is.
     pub(crate) edition: u64,
     pub(crate) code_edition: u64,
     pub(crate) probes: Probes,

@@ -6,10 +6,10 @@
 use crate::insn::Insn;
 use alloc::vec::Vec;
 
-/// A power of two.
+/// The number of decoded instructions that are kept: a power of two.
 const ENTRIES: usize = 16384;
 
-/// Bytes of a line, of which CTR_EL0.IminLine has the logarithm.
+/// The bytes of a cache line, of which CTR_EL0.IminLine has the logarithm.
 pub(crate) const LINE: u64 = 64;
 
 /// An instruction, or `None` if it is UNDEFINED.
@@ -18,7 +18,7 @@ pub(crate) type Decoded = Option<Insn>;
 /// The address that no instruction has: addresses are multiples of 4.
 const NOWHERE: u64 = 1;
 
-/// The machine's address of an instruction with what it is.
+/// A decoded instruction, with its address in the machine.
 #[derive(Clone, Copy)]
 struct Entry {
     at: u64,
@@ -32,7 +32,7 @@ impl Entry {
     };
 }
 
-/// The place of a decoded instruction, until code is dropped or entered.
+/// The place of a decoded instruction in [`Code`]. It is valid until an instruction is dropped or entered.
 #[derive(Clone, Copy)]
 pub(crate) struct Place(usize);
 

@@ -9,7 +9,7 @@ use crate::registers::{
 };
 use crate::state::State;
 
-/// Fields of DBGBCR_EL1 and DBGWCR_EL1: E; who; SSC; the linked breakpoint; the type.
+/// Fields of DBGBCR_EL1 and DBGWCR_EL1: E; the exception levels (PMC, PAC); SSC; the linked breakpoint; the type.
 const ENABLED: u64 = 1 << 0;
 const FOR_EL1: u64 = 1 << 1;
 const FOR_EL0: u64 = 1 << 2;
@@ -29,7 +29,7 @@ const STORES: u64 = 1 << 4;
 const BAS_SHIFT: u32 = 5;
 const LINKED: u64 = 1 << 20;
 const MASK_SHIFT: u32 = 24;
-/// Addresses in debug registers have so many bits.
+/// The number of bits that addresses in debug registers have.
 const ADDRESS_BITS: u32 = 49;
 
 /// Returns an address as debug registers hold it: without what is above the bits that they have.

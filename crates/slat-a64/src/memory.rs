@@ -124,9 +124,9 @@ pub enum Maintenance {
 /// An AT instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressTranslation {
-    /// Of an access of EL0.
+    /// Translates as for an access of EL0.
     pub for_el0: bool,
-    /// Of a write.
+    /// Translates as for a write.
     pub is_write: bool,
     /// With PSTATE.PAN: S1E1RP, S1E1WP.
     pub with_pan: bool,

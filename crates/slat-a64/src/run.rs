@@ -96,7 +96,8 @@ impl Insn {
     }
 }
 
-/// How the execution of one instruction ends that is not the last one of its kind in a row.
+/// How the execution of one instruction ends: the next instruction of its block can follow (`On`), the block is left
+/// (`Elsewhere`), or the run ends (`Out`).
 pub(crate) enum Went<F> {
     On,
     Elsewhere,

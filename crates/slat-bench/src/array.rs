@@ -196,8 +196,9 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// The number of invalidations that have ended, like the engine's sequence. It is never needed, because one
-    /// thread makes both the faults and the invalidations; the counter exists so that its cost is measured.
+    /// The number of invalidations that have ended, like the engine's invalidation sequence (KVM:
+    /// `mmu_invalidate_seq`). It is never needed, because one thread makes both the faults and the invalidations; the
+    /// counter exists so that its cost is measured.
     sequence: AtomicU64,
 }
 

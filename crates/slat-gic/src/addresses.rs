@@ -10,19 +10,20 @@ use crate::registers::{
 };
 use alloc::vec::Vec;
 
-/// The alignment of GICv2's frames, and of all others.
+/// The alignment of GICv2's frames, and of all other frames.
 pub(crate) const PAGE_4K: u64 = 0x1000;
 pub(crate) const PAGE_64K: u64 = 0x1_0000;
 /// The address of a frame that is not set.
 pub(crate) const UNSET: u64 = u64::MAX;
 
-/// A range of redistributors.
+/// A contiguous range of redistributors' frames: a redistributor region of KVM's API.
 #[derive(Clone, Debug)]
 struct Region {
     base: u64,
-    /// `None`: the one region of a client that does not count its vCPUs.
+    /// The number of redistributors. `None`: the region has no count (KVM_VGIC_V3_ADDR_TYPE_REDIST), so it is the only
+    /// one, and has a place for each vCPU.
     capacity: Option<u32>,
-    /// The vCPUs that have places, in the order of the places.
+    /// The vCPUs whose redistributors are in the region, in the order of their places.
     vcpus: Vec<usize>,
 }
 
@@ -45,7 +46,7 @@ pub(crate) struct Addresses {
     distributor: Option<u64>,
     cpu_interface: Option<u64>,
     regions: Vec<Region>,
-    /// By vCPU.
+    /// The place of each vCPU's redistributor, by the vCPU's index.
     places: Vec<Place>,
 }
 
@@ -130,7 +131,7 @@ impl Addresses {
         places * REDISTRIBUTOR_SIZE
     }
 
-    /// Adds a region of redistributors, and gives places to the vCPUs that have none yet.
+    /// Adds a region of redistributors, and gives places in it to the vCPUs whose redistributors have none yet.
     ///
     /// # Errors
     /// [`Error::Invalid`]: the region is out of order, overlaps another frame, is not aligned, or is of the other kind

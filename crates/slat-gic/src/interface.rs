@@ -23,7 +23,7 @@ pub(crate) struct CpuInterface {
     pub(crate) enabled: [bool; 2],
     /// CBPR: the binary point of group 0 is that of group 1, too.
     pub(crate) common_binary_point: bool,
-    /// EOImode: the end of an interrupt drops its priority, and another write deactivates it.
+    /// EOImode: an EOI only drops the priority of an interrupt, and another write deactivates it.
     pub(crate) separate_deactivation: bool,
     /// GICv2: GICC_IAR acknowledges interrupts of group 1, too.
     pub(crate) ack_control: bool,

@@ -99,7 +99,8 @@ pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
     });
 }
 
-/// Returns the exit if the instruction at `ip` is a guarded access of code made at run time. Async-signal-safe.
+/// Returns the address of the generated code's exit if the instruction at `ip` is a guarded access of code made at run
+/// time. Async-signal-safe.
 pub(crate) fn exit(ip: usize) -> Option<usize> {
     let registered = GENERATED.get()?;
     if !(registered.start..registered.end).contains(&ip) {

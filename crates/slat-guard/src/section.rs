@@ -201,7 +201,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     // SAFETY: the kernel has passed the context. The C library's set is larger, and begins with the kernel's set.
     let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
     if !Section::is_entered() {
-        // The set is not empty if the thread has just left its sections and has not yet unblocked the signals.
+        // `WAITING` is not empty if the thread has just left its sections and has not yet unblocked the signals.
         *mask &= !WAITING.replace(0);
         return false;
     }

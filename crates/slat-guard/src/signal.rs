@@ -83,7 +83,7 @@ impl Chained {
         }
     }
 
-    /// Returns the fields. During a change, the fields may belong to two different actions.
+    /// Returns the action's fields. During a change, they may belong to two different actions.
     fn fields(&self) -> KernelAction {
         KernelAction {
             handler: self.handler.load(Ordering::Relaxed),

@@ -45,7 +45,8 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
     pub(crate) const GRANULE: Granule = granule(PAGE_SHIFT);
     const FRAME: usize = Self::GRANULE.bytes() as usize;
     const FRAMES: usize = CHUNK / Self::FRAME;
-    /// The frames at the start of a chunk that hold the metadata of the chunk's other frames.
+    /// The frames at the start of a chunk (memory that is mapped at once) that hold the metadata of the chunk's other
+    /// frames.
     const RESERVED: usize = (Self::FRAMES * size_of::<TableMeta>()).div_ceil(Self::FRAME);
 
     /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
@@ -77,7 +78,8 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
             return self.alloc();
         }
         let mut inner = self.lock();
-        // Roots are rare, so each is cut from a new chunk, whose free frames are all contiguous.
+        // Only roots of tables need contiguous frames. Roots are rare, so each is cut from a new chunk, whose free
+        // frames are all contiguous.
         let chunk = Self::grow(&mut inner)?.0;
         let first = chunk + Self::RESERVED.next_multiple_of(count) as u64;
         let run = first..first + count as u64;

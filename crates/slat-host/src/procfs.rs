@@ -188,7 +188,7 @@ pub(crate) fn open() {
     }
 }
 
-/// Closes the files. Call while no thread looks up a mapping.
+/// Closes the files that [`open`] has opened. Call while no thread looks up a mapping.
 pub(crate) fn close() {
     if let Some(files) = FILES.peek() {
         for file in [&files.maps, &files.smaps] {
@@ -200,7 +200,7 @@ pub(crate) fn close() {
     }
 }
 
-/// Whether `fd` is one of the files. Async-signal-safe.
+/// Whether `fd` is one of the files that [`open`] has opened. Async-signal-safe.
 pub fn holds(fd: i32) -> bool {
     FILES.peek().is_some_and(|files| {
         [&files.maps, &files.smaps]
@@ -229,8 +229,8 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// The files for this process. A file of `/proc/self` shows the process that opened it, so a forked
-/// child opens its own.
+/// The files of `/proc` that this process has opened to look up its mappings. A file of `/proc/self` shows the process
+/// that opened it, so a forked child opens its own.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use std::sync::{PoisonError, RwLock};
 
 use slat::{Granule, Hva, OutOfMemory, Request, ResolveError};
 
-/// A memslot's bitmap.
+/// A memslot's bitmap (`KVM_MEM_USERFAULT`): a set bit is a page that is not present yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Userfault {
     /// The memory that backs the slot's first page, and its first private page: the pages of bit 0.
@@ -61,7 +61,7 @@ impl Userfault {
 /// The bitmaps of a VM's slots.
 #[derive(Debug, Default)]
 pub struct Userfaults {
-    /// Whether there are any bitmaps. Most VMs have none, and their faults check nothing else.
+    /// Whether any memslot has a userfault bitmap. Most VMs have none, and their faults check nothing else.
     any: AtomicBool,
     /// The bitmaps, by address space and slot.
     slots: RwLock<Vec<((usize, u32), Userfault)>>,
@@ -78,7 +78,7 @@ impl Userfaults {
         found.map(|(_, userfault)| userfault.clone())
     }
 
-    /// Sets or removes the bitmap of a slot. Call inside an invalidation of the slot's memory
+    /// Sets or removes the userfault bitmap of a slot. Call inside an invalidation of the slot's memory
     /// ([`slat::Vm::invalidate`]), or while there is no such slot.
     ///
     /// # Errors

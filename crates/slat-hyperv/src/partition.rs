@@ -20,7 +20,7 @@ const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 pub enum Effect {
     /// The caller need not do anything.
     None,
-    /// The reference page has to be written before the guest continues: see [`Partition::begin_page`].
+    /// The reference TSC page has to be written before the guest continues: see [`Partition::begin_page`].
     TscPage,
     /// The guest has crashed: tell the client.
     Crash,
@@ -38,7 +38,7 @@ enum PageState {
     Unset,
     /// The page has to be written, because the guest has named it.
     NamedByGuest,
-    /// The page has to be written, because the host has named it, or the clock has changed.
+    /// The reference TSC page has to be written, because the host has named it, or the clock has changed.
     ChangedByHost,
     /// A virtual processor is writing the page.
     InProgress {
@@ -216,8 +216,8 @@ impl Partition {
         }
     }
 
-    /// Returns the reference clock of a virtual processor whose TSC is `tsc`: the clock of the page, or the machine's
-    /// clock if the page is not valid.
+    /// Returns the reference clock of a virtual processor whose TSC is `tsc`: the clock of the reference TSC page, or
+    /// the machine's clock if that page is not valid.
     pub fn time(&self, tsc: u64, nanoseconds: u64) -> u64 {
         match self.page_state {
             PageState::Valid => self.page.time(tsc),
@@ -230,7 +230,7 @@ impl Partition {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }
 
-    /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the
+    /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the reference TSC
     /// page has to be written.
     pub fn clock_changed(&mut self) -> bool {
         match self.page_state {
@@ -251,8 +251,8 @@ impl Partition {
         )
     }
 
-    /// Begins to write the page, if it has to be written. Until [`end_page`](Self::end_page) no other virtual processor
-    /// writes it, and the machine's clock is the reference clock.
+    /// Begins to write the reference TSC page, if it has to be written. Until [`end_page`](Self::end_page) no other
+    /// virtual processor writes it, and the machine's clock is the reference clock.
     pub fn begin_page(&mut self) -> Option<DuePage> {
         let before = self.page_state;
         if !self.is_page_due() {
@@ -290,7 +290,7 @@ impl Partition {
 pub enum PageOutcome {
     /// The page has this content.
     Shows(TscPage),
-    /// The page is not in memory, or the TSC is unsuitable for it: the guest has to read the MSR.
+    /// The reference TSC page is not in memory, or the TSC is unsuitable for it: the guest has to read the MSR.
     Broken,
     /// The attempt was interrupted, and has to be repeated.
     Later,

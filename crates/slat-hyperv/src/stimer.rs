@@ -47,8 +47,8 @@ pub enum Notice {
         timer: u32,
         /// When the timer expired, by the reference clock.
         expiration: u64,
-        /// Whether the message may be dropped if the slot is occupied. A dropped message counts as delivered, because
-        /// the next tick serves as well.
+        /// Whether the message may be dropped if the message slot is occupied. A dropped message counts as delivered,
+        /// because the next tick serves as well.
         may_be_dropped: bool,
     },
 }
@@ -190,8 +190,8 @@ impl Timers {
         } else {
             timer.stop();
             timer.count = value;
-            // When the host restores a timer, it writes the two registers one after the other. So neither of these
-            // writes changes the other register.
+            // When the host restores a timer, it writes the two registers (configuration and count) one after the
+            // other. So neither of these writes changes the other register.
             if by_guest && value == 0 {
                 timer.config &= !ENABLED;
             } else if by_guest && timer.has(AUTO_ENABLE) {

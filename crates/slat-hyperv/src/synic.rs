@@ -137,7 +137,7 @@ impl Synic {
         })
     }
 
-    /// Returns the vector of a source. `None`: the source is masked, or does not exist.
+    /// Returns the vector of an interrupt source (SINT). `None`: the source is masked, or does not exist.
     pub fn vector(&self, sint: u32) -> Option<u8> {
         let sint = self.sints.get(sint as usize)?;
         (sint & MASKED == 0).then_some((sint & VECTOR) as u8)

@@ -25,8 +25,8 @@ pub const PINS: usize = 24;
 pub const DEFAULT_BASE: u64 = 0xfec0_0000;
 /// The size in bytes of the registers' address range.
 pub const WINDOW: u64 = 0x100;
-/// The number of redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next
-/// redelivery. The number is KVM's.
+/// The number of redeliveries in a row of a level-triggered interrupt after which [`IoApic::end_of_interrupt`]
+/// postpones the next redelivery. The number is KVM's.
 pub(crate) const SUCCESSIVE: u32 = 10_000;
 
 /// Offsets in the registers' address range.
@@ -290,7 +290,7 @@ impl IoApic {
         None
     }
 
-    /// Writes the selected half of the entry of `pin`. Returns whether this unmasked it.
+    /// Writes the selected half of the redirection entry of `pin`. Returns whether this unmasked it.
     fn write_entry(&mut self, pin: usize, value: u32) -> bool {
         let old = self.state.redirtbl[pin];
         let value = u64::from(value);

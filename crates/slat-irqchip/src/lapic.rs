@@ -72,7 +72,7 @@ pub enum Effect {
     /// The timer has a new deadline, or none: see [`Lapic::deadline`]. If the old deadline had passed, it has
     /// become an interrupt.
     Timer,
-    /// The guest has ended the interrupt with this vector. `true`: the interrupt was level-triggered.
+    /// The guest has ended (EOI) the interrupt with this vector. `true`: the interrupt was level-triggered.
     Eoi(u8, bool),
 }
 
@@ -523,7 +523,7 @@ impl Lapic {
     }
 
     /// Whether the EOI of the interrupt in service concerns only the guest: no other interrupt is pending, and no I/O
-    /// APIC waits for the end.
+    /// APIC waits for the EOI.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {
             let (offset, bit) = Self::bit(vector);

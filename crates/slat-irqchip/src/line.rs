@@ -3,7 +3,7 @@
 /// The effect of a change of an interrupt line at one controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The line is high, but it is masked, or its level waits for the end of the previous interrupt.
+    /// The line is high, but it is masked, or its level waits for the EOI of the previous interrupt.
     Ignored,
     /// The line is high, but its earlier interrupt is still pending: the guest sees one interrupt for both.
     Coalesced,

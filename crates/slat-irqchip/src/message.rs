@@ -124,8 +124,8 @@ impl Message {
         }
     }
 
-    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, an MSI that ends a level counts
-    /// as an interrupt, and an MSI with the redirection hint goes to one of its destinations.
+    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, an MSI that deasserts a level
+    /// counts as an interrupt, and an MSI with the redirection hint goes to one of its destinations.
     pub fn from_msi(address: u64, data: u32, ids: MsiIds) -> Self {
         let low = address as u32;
         let high = match ids {

@@ -63,7 +63,7 @@ fn every_call_survives_that_there_is_no_memory() {
         memory_size: size,
         userspace_addr: memory.start as u64,
     };
-    // Creates a slot, begins its log, and deletes it. Repeats each step until it succeeds.
+    // Creates a slot, starts its dirty logging, and deletes it. Repeats each step until it succeeds.
     let mut steps = 0;
     for (size, flags) in [(memory.len, 0), (memory.len, KVM_MEM_LOG_DIRTY_PAGES)] {
         let mut region = slot(size as u64, flags);

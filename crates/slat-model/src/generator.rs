@@ -370,7 +370,7 @@ impl Generator {
         ]
     }
 
-    /// Sets slot `id` to `slot`. Sometimes the change also begins or ends the slot's log.
+    /// Sets slot `id` to `slot`. Sometimes the change also starts or stops the slot's dirty logging.
     fn set(&mut self, id: u32, mut slot: ModelSlot) -> Change {
         if self.rng.one_in(5) {
             slot.flags ^= SlotFlags::LOG_DIRTY_PAGES.0;
@@ -450,8 +450,8 @@ impl Generator {
         region
     }
 
-    /// Returns a conversion: some frames become private or shared, or all frames become shared again, because private
-    /// frames prevent all other operations.
+    /// Returns a conversion (KVM_SET_MEMORY_ATTRIBUTES): some frames become private or shared, or all frames become
+    /// shared again, because private frames prevent all other operations.
     fn convert(&mut self, model: &GuestModel) -> Op {
         if self.rng.one_in(4) {
             let (gfn, pages, private) = (0, self.capacity, false);

@@ -126,7 +126,7 @@ impl ModelSlot {
     }
 
     /// Like [`Self::fitting_level`], but as if the slot did not log. A write-protected leaf that was installed before
-    /// the log began may have this level.
+    /// dirty logging started may have this level.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -233,7 +233,8 @@ pub struct GuestModel {
     logs: BTreeMap<u32, Log>,
     /// Id of each slot by its first frame.
     by_base: BTreeMap<u64, u32>,
-    /// The private frames, in ranges that do not overlap. No slot has private backing.
+    /// The guest frames that are private (KVM_MEMORY_ATTRIBUTE_PRIVATE), in ranges that do not overlap. No slot has
+    /// private backing.
     private: Vec<Range<u64>>,
 }
 
@@ -383,8 +384,7 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Returns the log of slot `id` after a change of several slots has made it `new`: pages that stay keep their
-    /// marks.
+    /// Returns the log of slot `id` after a change of several slots has made it `new`: pages that stay keep their bits.
     fn log_for(&self, id: u32, new: &ModelSlot) -> Log {
         let same = |old: &&ModelSlot| (old.backing, old.pages) == (new.backing, new.pages);
         let own = self.slots.get(&id).filter(same);
@@ -400,8 +400,8 @@ impl GuestModel {
             {
                 let marked = known.holds(gfn - slot.base) && !self.mode.rings;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
-                // A log that the slot keeps already contains marks. If two slots exchange their memory, a log may get
-                // some of its own marks back.
+                // A log that the slot keeps already has bits set. If two slots exchange their memory, a log may get
+                // some of its own bits back.
                 let before = if is_own {
                     log.noted[word]
                 } else {

@@ -86,7 +86,7 @@ impl Witness {
 /// Checks that every write is in a dirty log that is collected after the write.
 pub struct Harvests {
     taken: AtomicU64,
-    /// For each page, one more than the number of logs that were complete at its last write.
+    /// For each page, one more than the number of dirty logs that were collected before its last write.
     written: Box<[AtomicU64]>,
     /// For each page, the number of the last log that contained the page.
     named: Box<[AtomicU64]>,
@@ -109,7 +109,7 @@ impl Harvests {
         self.written[page as usize].fetch_max(next, SeqCst);
     }
 
-    /// Collects a log by calling `take`. Only one thread at a time calls this.
+    /// Collects a dirty log by calling `take`. Only one thread at a time calls this.
     pub fn harvest(&self, bitmap: &mut [u64], take: impl FnOnce(&mut [u64])) {
         take(bitmap);
         let number = self.taken.load(SeqCst) + 1;

@@ -131,8 +131,8 @@ impl Helper {
         }
     }
 
-    /// Makes the calls that are posted. Then `may_sleep` gets their number, and says whether to sleep until the next
-    /// post.
+    /// Makes the system calls that other threads have posted. Then `may_sleep` gets their number, and says whether to
+    /// sleep until the next post.
     fn serve_once(&self, may_sleep: impl FnOnce(usize) -> bool) {
         let posts = self.posts.load(Ordering::Acquire);
         if may_sleep(self.make_calls()) {
@@ -140,7 +140,7 @@ impl Helper {
         }
     }
 
-    /// Makes the calls that are posted. Returns their number.
+    /// Makes the system calls that other threads have posted. Returns their number.
     fn make_calls(&self) -> usize {
         let mut made = 0;
         for request in &self.requests {

@@ -78,7 +78,7 @@ calls! {
     Wake: Nobody "futex (FUTEX_WAKE_PRIVATE)", SYS_futex [1 = WAKE];
     /// Waits for a moment. Without it the thread spins.
     Yield: Omitted "sched_yield", SYS_sched_yield;
-    /// Asks for the thread's number, once. Without it the C library's note of the number is used.
+    /// Asks for the thread's id, once. Without it the C library's note of the id is used.
     ThreadId: Omitted "gettid", SYS_gettid;
     /// Blocks and unblocks signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
     SignalMask: Nobody "rt_sigprocmask", SYS_rt_sigprocmask;

@@ -102,8 +102,8 @@ points! {
     kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
     /// A message-signalled interrupt is sent.
     kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
-    /// The guest has ended an interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2 for the I/O
-    /// APIC.
+    /// The guest has ended (EOI) the interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2 for the
+    /// I/O APIC.
     kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
     /// The guest has ended an interrupt of its local APIC.
     kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }
@@ -111,7 +111,7 @@ points! {
     kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
     /// The accessed bits of leaves are read, and perhaps cleared.
     kvm kvm_age_hva: AgeHva { start: u64, end: u64 }
-    /// A page was written, and is now in the ring for the client. The upper half of `slot` is the address space.
+    /// A page was written, and is now in the dirty ring for the client. The upper half of `slot` is the address space.
     kvm kvm_dirty_ring_push: DirtyRingPush { dirty_index: u32, reset_index: u32, slot: u32, offset: u64 }
     /// A ring was searched for pages that the client has collected.
     kvm kvm_dirty_ring_reset: DirtyRingReset { dirty_index: u32, reset_index: u32 }

@@ -87,8 +87,8 @@ impl Memslot {
     /// Harvests the memslot's log by KVM_GET_DIRTY_LOG: a bit for each page that a vCPU or a device has written.
     ///
     /// # Errors
-    /// `ENOENT` if the memslot is not logged, `ENXIO` if dirty rings were enabled after the log began,
-    /// `EIO` in a forked child.
+    /// `ENOENT` if the memslot is not logged, `ENXIO` if dirty rings were enabled after dirty logging started, `EIO` in
+    /// a forked child.
     pub fn dirty_log(&self) -> slat_kvm::Result<Vec<u64>> {
         self.vm.get_dirty_log(self.region.slot, self.backing.size())
     }

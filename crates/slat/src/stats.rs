@@ -82,7 +82,7 @@ counters! {
     pages_1g,
     /// Huge leaves split in place.
     splits,
-    /// Tables replaced by a huge leaf in place, by the end of a dirty log or by promotion.
+    /// Tables replaced by a huge leaf in place, when dirty logging ends or by promotion.
     collapses,
     /// Level 1 tables whose frames a huge leaf could map if NX allowed that (a gauge).
     nx_lpage_splits,

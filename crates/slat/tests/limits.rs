@@ -139,8 +139,9 @@ fn no_leaf_exceeds_the_limits_of_its_slot<F: Format>() {
         .into_iter()
         .flat_map(|r| MEMORY.map(|m| (r, m)))
     {
-        // Checks leaves in several states: huge leaves; leaves that NX splits; leaves that a new log splits; leaves to
-        // which the log's faults give the right to write back; and the huge leaves that return when the log ends.
+        // Checks leaves in several states: huge leaves; leaves that NX splits; leaves that the start of dirty logging
+        // splits; leaves to which the log's faults give the right to write back; and the huge leaves that return when
+        // logging ends.
         let mut world = World::<F>::new(Level::MEGA, rights, memory);
         world.policy("prefetch", "off");
         world.touch(MIB2 + 3);

@@ -1,6 +1,6 @@
-//! Tests hierarchical write protection: the begin of a log, the first writes after it, a harvest, and the end of the
-//! log, each on every format. The results are the same on all formats. The costs differ between formats whose walkers
-//! obey write-protected tables and the others.
+//! Tests hierarchical write protection: the start of dirty logging, the first writes after it, a harvest of the log,
+//! and the end of dirty logging, each on every format. The results are the same on all formats. The costs differ
+//! between formats whose walkers obey write-protected tables and the others.
 
 #[macro_use]
 mod common;

@@ -264,8 +264,8 @@ fn with_unused_entries() -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, X86<5>>>, Mem
     (platform, vm, memory)
 }
 
-/// When the MMU sets a flag in a guest's table, the log notes that like any other store, also if the log has begun
-/// after the MMU last set a flag there.
+/// When the MMU sets a flag in a guest's table, the log notes that like any other store, also if dirty logging has
+/// started after the MMU last set a flag there.
 #[test]
 fn a_table_in_which_a_flag_is_set_is_logged() {
     let (_, vm, memory) = with_unused_entries();

@@ -31,7 +31,7 @@ const COUNTERS: usize = 4096;
 
 const PAGE: u64 = 4096;
 
-/// How often the interpreter came to an address.
+/// Counts how often the interpreter came to an address.
 #[derive(Clone, Copy)]
 struct Counter {
     pc: u64,
@@ -49,7 +49,8 @@ fn page_of((at, pc, _): Place) -> u64 {
 /// A region that this processor uses.
 struct Installed {
     region: Arc<Region>,
-    /// The edition of decoded code in which the region's code was compared with memory.
+    /// The value of [`Caches::code_edition`], which is raised when decoded code is dropped, when the region's code was
+    /// compared with memory.
     verified: u64,
 }
 
@@ -215,7 +216,7 @@ impl Compiled {
         let at = match find(caches) {
             Some(at) => at,
             None => {
-                // A fault is found again by the interpreter.
+                // If there is a fault, the interpreter finds it again.
                 Mmu { caches, below }.instruction(state, pc).ok()?;
                 find(caches)?
             }

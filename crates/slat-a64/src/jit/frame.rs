@@ -13,7 +13,8 @@ pub(super) struct Frame {
     pub(super) tlb: *const Entry,
     /// The first of the [`TARGETS`].
     pub(super) targets: *const Target,
-    /// The edition of the targets that may be entered.
+    /// Only targets of this edition may be entered: a number that changes with the context, and when translations or
+    /// decoded code are dropped.
     pub(super) edition: u64,
     /// The number of instructions that may still be executed.
     pub(super) budget: i64,
@@ -55,7 +56,7 @@ pub(super) const TARGET_BITS: u32 = size_of::<Target>().trailing_zeros();
 pub(super) struct Target {
     pub(super) pc: u64,
     pub(super) code: *const u8,
-    /// The edition for which the target is valid. 0: for none.
+    /// The edition (the value of [`Frame::edition`]) for which the target is valid. 0: for none.
     pub(super) edition: u64,
 }
 

@@ -20,7 +20,7 @@ use walk::descriptor::{
 };
 use walk::{Leaf, walk};
 
-/// Who accesses.
+/// The privilege of an access: the exception level, and PSTATE.PAN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Accessor {
     El0,

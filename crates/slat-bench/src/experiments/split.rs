@@ -352,7 +352,7 @@ fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> 
 }
 
 /// Logs the memslot only until all of it is split. Protects no page, and prevents the split leaves from being merged
-/// when the log ends.
+/// when dirty logging ends.
 fn split_and_stay(machine: &Machine<'_>) -> Result<(), Failure> {
     machine.set_slot(KVM_MEM_LOG_DIRTY_PAGES)?;
     clear(machine, &machine.subject.no_page())?;

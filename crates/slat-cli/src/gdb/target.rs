@@ -44,7 +44,7 @@ pub struct Vm {
     pub first: u32,
     /// Whether GDB's addresses are guest-physical.
     pub physical: bool,
-    /// The kind, address and bytes of each probe. GDB may set the same probe twice.
+    /// The kind, address and bytes of each probe (breakpoint or watchpoint). GDB may set the same probe twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
     /// How the vCPUs continue that GDB's command to resume does not name. `own` has the vCPUs that the command names.

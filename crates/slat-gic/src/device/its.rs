@@ -71,7 +71,7 @@ impl ItsDevice {
                 }
                 control::SAVE_ITS_TABLES => self.its.save_tables(gic, vm.memory),
                 control::RESTORE_ITS_TABLES => self.its.restore_tables(gic, vm.memory),
-                // Initialization has nothing to do. KVM does nothing for unknown orders, either.
+                // Initialization has nothing to do. KVM does nothing for unknown commands, either.
                 _ => Ok(()),
             },
             group::ITS_REGISTERS => {

@@ -76,7 +76,7 @@ pub struct Vm<'a, M> {
     pub address_bits: u32,
 }
 
-/// Returns the bytes of an attribute's value. Zero: the attribute is an order.
+/// Returns the bytes of an attribute's value. Zero: the attribute is a command without a value, such as initialization.
 pub fn value_size(group: u32) -> usize {
     match group {
         group::CONTROL => 0,
@@ -408,7 +408,7 @@ impl Device {
         if !INTERRUPTS.contains(&value) || !value.is_multiple_of(32) {
             return Err(Error::Invalid);
         }
-        // Initialization sets the number, too.
+        // Initialization sets the number of interrupts, too.
         if self.interrupts.is_some() {
             return Err(Error::Busy);
         }

@@ -60,7 +60,7 @@ impl Gic {
         Ok(())
     }
 
-    /// Takes one event from an LPI. The LPI ends with its last event.
+    /// Takes one event from an LPI. The LPI is unmapped with its last event.
     pub(crate) fn unmap_lpi(&mut self, intid: u32) {
         let Some(lpi) = self.lpis.get_mut(&intid) else {
             return;

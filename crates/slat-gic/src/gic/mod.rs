@@ -91,7 +91,7 @@ pub struct Gic {
     /// The vCPUs with [`Vcpu::is_touched`] and [`Vcpu::is_changed`].
     touched: Vec<usize>,
     changed: Vec<usize>,
-    /// SPIs with a level that were deactivated.
+    /// The level-triggered SPIs that were deactivated since [`Gic::take_ended`].
     ended: Vec<u32>,
 }
 

@@ -18,17 +18,17 @@ use crate::interrupt::LPIS;
 use crate::memory::{Memory, read_u64, write_u64};
 use core::ops::Range;
 
-/// A device's entry.
+/// Fields of a device's entry in the device table.
 const DEVICE_NEXT_SHIFT: u32 = 49;
 const DEVICE_NEXT_MAX: u64 = (1 << 14) - 1;
 const DEVICE_TABLE_SHIFT: u32 = 5;
 const DEVICE_TABLE: u64 = (1 << 44) - 1;
 const DEVICE_SIZE: u64 = 0x1f;
-/// An event's entry.
+/// Fields of an event's entry in its device's interrupt translation table.
 const EVENT_NEXT_SHIFT: u32 = 48;
 const EVENT_NEXT_MAX: u64 = (1 << 16) - 1;
 const EVENT_LPI_SHIFT: u32 = 16;
-/// A collection's entry.
+/// Fields of a collection's entry in the collection table.
 const COLLECTION_TARGET_SHIFT: u32 = 16;
 /// The processor number of a collection that events name, but that is not mapped. KVM's value.
 const UNMAPPED: u32 = u32::MAX;

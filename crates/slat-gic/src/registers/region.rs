@@ -18,16 +18,16 @@ pub(crate) enum Register {
     ClearPending,
     SetActive,
     ClearActive,
-    // Two, eight and 64 bits.
+    // Two, eight, eight and 64 bits for each interrupt.
     Configuration,
     Priority,
     Targets,
     Router,
-    // GICv2's SGIs.
+    // Registers of GICv2's SGIs.
     GenerateSgi,
     ClearSgiSources,
     SetSgiSources,
-    // A redistributor.
+    // Registers of a redistributor.
     Control,
     Implementer,
     Type,
@@ -35,7 +35,7 @@ pub(crate) enum Register {
     PendingTable,
     InvalidateLpi,
     InvalidateAll,
-    // GICv2's CPU interface.
+    // Registers of GICv2's CPU interface.
     CpuControl,
     Mask,
     BinaryPoint,

@@ -182,7 +182,7 @@ fn the_outcome_says_how_many_accepted() {
         ioapic.set_line(1, 0, true, &mut |_| 3),
         Outcome::Delivered(3)
     );
-    // If no APIC accepted the message, no APIC will end the interrupt, so the pin does not wait for an end.
+    // If no APIC accepted the message, no APIC will report an EOI, so the pin does not wait for one.
     for _ in 0..2 {
         let outcome = ioapic.set_line(2, 0, true, &mut |_| 0);
         assert_eq!(outcome.status(), 0);
@@ -235,7 +235,8 @@ fn levels() {
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);
     assert_eq!(machine.entry(9), LEVEL | 0x39);
-    // A level does not end with another vector, nor if the local APIC reports the end as that of an edge.
+    // A level does not end with the EOI of another vector, nor with an EOI that the local APIC reports as that of an
+    // edge.
     machine.set(9, 0, true);
     machine.eoi(0x38, true);
     machine.eoi(0x39, false);

@@ -204,7 +204,7 @@ impl PicState {
         let rotate = value & OCW2_ROTATE != 0;
         let input = match (value & OCW2_SPECIFIC != 0, value & OCW2_EOI != 0) {
             (true, _) => Some(value & 7),
-            // In special mask mode, only a specific end command ends a masked interrupt in service.
+            // In special mask mode, only a specific EOI command ends a masked interrupt in service.
             (false, true) if self.special_mask != 0 => {
                 self.highest(self.isr & !self.imr).map(|(input, _)| input)
             }

@@ -22,7 +22,7 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 pub struct CachingMmu {
     engine: EngineMmu,
     cpus: [Cpu; CPUS],
-    /// The words of tables, by frame and by address. The frames are tracked.
+    /// The words of tables, by frame and by address. Stores to these frames are reported to this MMU.
     tables: HashMap<u64, HashMap<u64, u64>>,
     flaw: Flaw,
 }

@@ -383,7 +383,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let begins_or_ends =
             old.is_some_and(|old| old.logs() != logs && old.region(region.slot).gpa == region.gpa);
-        // If tables are shadow pages, the end of a log zaps the tables that a huge leaf could replace.
+        // If tables are shadow pages, the end of dirty logging zaps the tables that a huge leaf could replace.
         let in_place = logs || self.vm.mmu() == MmuKind::Tdp;
         let kept = match old {
             Some(old) if begins_or_ends && in_place => {
@@ -426,7 +426,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let expected = after.set_regions(changes);
         let kept = before.kept(&after);
         let mut known = Vec::new();
-        // If tables are shadow pages, the end of a log zaps the tables that a huge leaf could replace.
+        // If tables are shadow pages, the end of dirty logging zaps the tables that a huge leaf could replace.
         if self.vm.mmu() == MmuKind::Tdp {
             for gfns in kept {
                 known.extend(self.mapped(space, gfns));

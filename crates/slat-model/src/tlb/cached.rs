@@ -11,7 +11,8 @@ use super::entry::{Ghost, Place, Value, overlap};
 use super::table::root_pages;
 
 impl Inner {
-    /// Ends the ghosts of `range` that were made before `moment`, as far as `stale` includes them.
+    /// Drops the ghosts of `range` (changed entries that a TLB may still hold) that were made before `moment`, as far
+    /// as `stale` includes them.
     pub(super) fn flush(&mut self, range: &Range<u64>, stale: Stale, moment: u64) {
         let is_meant = |ghost: &Ghost| match ghost.value {
             Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),

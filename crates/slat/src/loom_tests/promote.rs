@@ -66,7 +66,7 @@ fn a_fault_maps_the_other_page_of_the_table_that_becomes_a_huge_leaf() {
     with_cpu(2, ONE, |vcpu| _ = get(vcpu, 1, Write), promote, is_huge);
 }
 
-/// A huge leaf that is installed after the log has begun would hide writes from the log.
+/// A huge leaf that is installed after dirty logging has started would hide writes from the log.
 #[test]
 fn no_write_is_lost_when_logging_begins() {
     beside(
@@ -87,8 +87,8 @@ fn no_write_is_lost_when_logging_begins() {
     );
 }
 
-/// When a slot's dirty log ends, the engine replaces the slot's table of small leaves by a huge leaf, as the promotion
-/// does at the same time.
+/// When a slot's dirty logging ends, the engine replaces the slot's table of small leaves by a huge leaf, as the
+/// promotion does at the same time.
 #[test]
 fn a_log_ends_beside_a_promotion() {
     beside(

@@ -184,7 +184,7 @@ impl<F: Format> World<F> {
         self.readers.release(me);
     }
 
-    /// Replaces the table for the first pair of pages by `LEAF`, flushes and frees, as the end of a log does.
+    /// Replaces the table for the first pair of pages by `LEAF`, flushes and frees, as the end of dirty logging does.
     fn collapse(&self) {
         let gfns = Gfn(0)..Gfn(2);
         let ticket = self.flushes.need_flush();

@@ -21,7 +21,8 @@
 //!   the lock, no other gives the entry its right, and no leaf in the table changes. Without the lock, two pushes could
 //!   overlap, and a leaf could be made writable between them. The second push would remove the right from that leaf,
 //!   which a TLB may cache, without a flush.
-//! * *Lift*, when a log has ended: works like a push, but the entries below keep their rights from before the log.
+//! * *Lift*, when dirty logging has ended: works like a push, but the entries below keep their rights from before the
+//!   logging.
 //! * All other changes that replace the entry (zap, collapse) store another entry, under the lock of its own table.
 //!   Then the exchange of a push or a lift fails, or its result is replaced. The same bits cannot be stored again
 //!   meanwhile: the table is not freed before the pushing thread's reader section ends.

@@ -195,7 +195,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Waits until the change that began the log of slot `id`, if it has a log, has protected the slot's pages.
+    /// Waits until the change that started the dirty logging of slot `id`, if it is logged, has protected the slot's
+    /// pages.
     pub(super) fn wait_for_begin(&self, change: SlotsChange<'_>, id: u32) {
         let log = change.by_id(id).and_then(|slot| slot.share_log());
         drop(change);
@@ -210,7 +211,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Every write before the call is in this log or in one that was returned before. Every write after the call is in
     /// a later log. (If another vCPU is still in the fault that has made a page writable, its write is in the next
     /// log.) Slots may change meanwhile. If this slot is deleted or ends logging, its log is still copied to the end.
-    /// If other slots replace it, this returns when their logs have begun.
+    /// If other slots replace it, this returns when their dirty logging has started.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.

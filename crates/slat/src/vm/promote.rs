@@ -4,8 +4,8 @@
 //! has ended: the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE); frames that were partly private
 //! are all shared or all private again; slots have been merged; or the policy `huge_pages` was off. The guest takes no
 //! more faults there, so no fault can install a huge leaf. A host that wants huge pages back calls [`Vm::promote`] in
-//! the background. Each call replaces some tables, in the same way as the end of a dirty log replaces all tables of its
-//! slot ([`super::recover`]).
+//! the background. Each call replaces some tables, in the same way as the end of dirty logging replaces all tables of
+//! its slot ([`super::recover`]).
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};

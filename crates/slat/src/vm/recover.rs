@@ -1,7 +1,7 @@
-//! Replaces tables by huge leaves when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when
+//! Replaces tables by huge leaves when dirty logging of a slot ends (KVM: `kvm_mmu_recover_huge_pages`), or when
 //! [`promote`](super::promote) finds that huge leaves are possible.
 //!
-//! While a slot logs, its memory is mapped by 4 KiB leaves. When the log ends, each table whose frames one huge leaf
+//! While a slot logs, its memory is mapped by 4 KiB leaves. When logging ends, each table whose frames one huge leaf
 //! may map is replaced by that leaf. Each page stays mapped to the same frame throughout, so the guest takes no fault
 //! for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until the
 //! flush, and a fault waits that long ([`crate::table`], *Collapses*).
@@ -74,7 +74,7 @@ pub(super) struct Recovered {
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Replaces the tables of the slot, whose log has ended, by the huge leaves that fit.
+    /// Replaces the tables of the slot, whose dirty logging has ended, by the huge leaves that fit.
     pub(super) fn recover_huge_pages(&mut self) {
         let mut at = 0;
         while let Some(some) = self.recover_some(at, SOME) {

@@ -1,4 +1,4 @@
-//! Dirty logs: when a log has begun, which data moves with its slot, and how often the log flushes.
+//! Dirty logs: when logging has started, which data moves with its slot, and how often the log flushes.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,8 @@ fn a_moved_slot_keeps_its_dirty_log() {
     assert_eq!(log(&vm, 0), [1, 5]);
 }
 
-/// A request for the log, or the same slot change once more, returns only after the log has begun for all pages.
+/// A request for the log, or the same slot change once more, returns only after dirty logging has started for all
+/// pages.
 #[test]
 fn a_log_that_others_begin_is_had_when_it_has_begun() {
     const PAGES: u64 = 3 * MIB2;

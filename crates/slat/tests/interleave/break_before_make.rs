@@ -59,8 +59,8 @@ impl<F: Format> World<F> {
         interleave(logged, &[(1, Write)], |w| w.touch(300, Write), end);
     }
 
-    /// A log ends, so huge leaves replace tables. Meanwhile another operation zaps these pages, or needs small leaves
-    /// there.
+    /// Dirty logging ends, so huge leaves replace tables. Meanwhile another operation zaps these pages, or needs small
+    /// leaves there.
     pub fn the_end_of_logging_and_what_makes_its_leaves_wrong() {
         let logged: Prepare<F> = || {
             let world = Self::new(Level::MEGA, LOGGED);

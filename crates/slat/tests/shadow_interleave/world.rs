@@ -124,7 +124,7 @@ impl World {
         self.vm.set_memory_region(0, &region).unwrap();
     }
 
-    /// Begins or ends the log of slot 0.
+    /// Starts or stops dirty logging of slot 0.
     pub fn log(&self, logs: bool) {
         *self.flags.lock().unwrap() = match logs {
             true => SlotFlags::LOG_DIRTY_PAGES,

@@ -52,7 +52,7 @@ impl<'m> Vm<'m> {
         self.set(slot, slot.memory.size(), 0)
     }
 
-    /// Begins the dirty log of a memslot.
+    /// Starts dirty logging of a memslot.
     ///
     /// # Errors
     /// KVM's errors.

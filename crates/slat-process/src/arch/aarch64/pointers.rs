@@ -58,7 +58,8 @@ const FREE: u32 = 0;
 /// The id of an entry whose thread has left. A search continues after such an entry.
 const LEFT: u32 = u32::MAX;
 
-/// The entries. A power of two, and more than a process has threads: a search ends at an entry that is free.
+/// The number of entries of the table of threads. A power of two, and more than a process has threads: a search ends at
+/// an entry that is free.
 const COUNT: usize = 1 << 15;
 /// The entries' size, as a power of two.
 const SHIFT: u32 = size_of::<Thread>().trailing_zeros();

@@ -218,7 +218,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
     ]
 }
 
-/// The first value of one vector of `simd`. The other vector begins as the number of turns.
+/// The first value of one vector of `simd`. The first value of the other vector is the number of iterations.
 const SEED: u64 = 0x0123_4567_89ab_cdef;
 /// The two factors that `bigint` multiplies.
 const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];
