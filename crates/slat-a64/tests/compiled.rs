@@ -125,7 +125,8 @@ fn invalidated_code_is_read_again() {
     };
     assert_eq!(run(&mut cpu, &mut memory), 1);
     assert_eq!(run(&mut cpu, &mut memory), 2);
-    // ADD X0, X0, #16, as another processor has announced it; then #256, as the embedder has.
+    // The code becomes ADD X0, X0, #16, which another processor announces by its invalidation; then ADD X0, X0, #256,
+    // which the embedder announces.
     put_code(&mut memory, CODE, &[0x9100_4000, HVC]);
     let at = page_of(&mut memory);
     cpu.invalidate(Invalidation::CodeLine(at));

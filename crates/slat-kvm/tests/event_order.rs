@@ -244,8 +244,8 @@ fn call_out(thread: usize, has_left: &mpsc::Receiver<()>) {
     }
 }
 
-/// A guest ends an interrupt in its memory (PV EOI), and a signal arrives while slat waits for that memory:
-/// the end is not lost.
+/// A guest ends an interrupt in its memory (PV EOI), and a signal arrives while slat waits for that memory: the EOI is
+/// not lost.
 #[test]
 fn an_end_of_interrupt_in_memory_survives_a_signal() {
     const REACHED: u64 = 0x800;

@@ -20,8 +20,8 @@ const LEVEL_VECTOR: u8 = 0x52;
 const MESSAGE_VECTOR: u8 = 0x63;
 const IRQFD_VECTOR: u8 = 0x74;
 const PIN_VECTOR: u8 = 0x85;
-/// The GSI of the edge. The next constants are the GSIs of the level, the message, the irqfd's message and the
-/// irqfd's pin.
+/// The GSI of the edge-triggered line. The next constants are the GSIs of the level-triggered line, the message, the
+/// irqfd's message and the irqfd's pin.
 const EDGE: u32 = 5;
 const LEVEL_GSI: u32 = 6;
 const MESSAGE: u32 = 30;
@@ -209,7 +209,7 @@ fn with_an_acknowledgement_between_them_each_is_delivered() {
         scope.spawn(move || each(EDGE_VECTOR, &|| assert_eq!(pulse(machine, EDGE), 1)));
         scope.spawn(move || {
             for number in 1..=rounds {
-                // The end of the previous interrupt may still be in progress. Then this request is ignored for now.
+                // The EOI of the previous interrupt may still be in progress. Then this request is ignored for now.
                 assert!(matches!(device.request(), (-1 | 1, n) if n == number));
                 machine.wait("a level is served", || device.served() == number);
             }
@@ -247,8 +247,8 @@ fn a_level_is_delivered_until_it_is_low() {
     machine.wait("the last request is served", || device.served() == rounds);
     machine.settle();
     let count = machine.count(LEVEL_VECTOR);
-    // The number of interrupts is at least that of the interrupts delivered at once. Lines that were high at an end
-    // of interrupt add more.
+    // The number of interrupts is at least that of the interrupts delivered at once. Lines that were high at an EOI add
+    // more.
     assert!(
         (delivered..=rounds).contains(&count),
         "{count}, {delivered}"
@@ -303,8 +303,8 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     }
                 }
                 *left.lock().unwrap() -= 1;
-                // Waits until the other device has no open requests. The requests of this device may cause the end of
-                // interrupt for which the other device waits.
+                // Waits until the other device has no open requests. The requests of this device may cause the EOI for
+                // which the other device waits.
                 while *left.lock().unwrap() != 0 {
                     event.write(1).unwrap();
                     std::thread::sleep(std::time::Duration::from_millis(1));

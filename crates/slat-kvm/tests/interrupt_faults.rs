@@ -110,8 +110,7 @@ fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     for number in 1..=100 {
         event.write(1).unwrap();
         machine.wait("a level", || machine.count(VECTOR) == number);
-        // The handler counts before it ends the interrupt. A signal before that end would raise a line that is
-        // already high.
+        // The handler counts before it writes EOI. A signal before that EOI would raise a line that is already high.
         machine.wait("the end of a level", || !machine.is_high(6));
     }
     // The irqfds' thread drains a full eventfd that is an irqfd, too.
@@ -412,7 +411,7 @@ fn a_client_gives_interrupts_through_windows() {
     }
 }
 
-/// A client that emulates the I/O APIC gets an exit for the end of each level-triggered interrupt, also if two end at
+/// A client that emulates the I/O APIC gets an exit for the EOI of each level-triggered interrupt, also if two end at
 /// the same time.
 #[test]
 fn the_client_hears_of_each_end_of_a_level() {

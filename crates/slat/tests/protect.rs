@@ -239,8 +239,8 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
     assert_eq!(world.harvest(), [PAGES[2]]);
 }
 
-/// During the first step of the end, another thread waits to make the slot log again. The remaining steps give no right
-/// back.
+/// During the first step of the end of dirty logging, another thread waits to make the slot log again. The remaining
+/// steps give no right back.
 fn the_end_of_a_log_stops_when_the_slot_logs_again<F: Format>() {
     let world = World::<F>::new(0..GIB1, PAGES);
     world.set(LOGGED);
@@ -263,7 +263,7 @@ fn the_policy_can_change_while_tables_are_protected<F: Format>() {
         world.access(gfn, Write);
     }
     assert_eq!(world.harvest(), PAGES);
-    // A log of another kind begins while tables are still protected for the first log.
+    // Dirty logging of another kind starts while tables are still protected for the first log.
     world.policy("hierarchical_protect", "on");
     world.harvest();
     world.set(SlotFlags::default());

@@ -67,8 +67,8 @@ fn region() -> Region {
 
 fn written_pages_are_told<F: Format>(mmu: MmuKind) {
     for zap in zaps::<F>() {
-        // A log removes the right to write from the leaves. The pages that were written before must still be reported
-        // as dirty.
+        // Dirty logging removes the right to write from the leaves. The pages that were written before must still be
+        // reported as dirty.
         for logs in [false, true] {
             let machine = SimPlatform::new(PAGES);
             let remap = HostChange::Remap {

@@ -243,7 +243,7 @@ fn check(cpu: &mut Cpu, random: &mut Random, seen: &mut Seen) {
         Op::Load | Op::Store | Op::LoadUnprivileged | Op::StoreUnprivileged | Op::Add
     );
     if let Outcome::Address { pa, .. } = expected {
-        // An access to the descriptors that it needs, or to the code, is none of these tests.
+        // Cases whose access is to a descriptor that its own walk needs, or to the code, are left out.
         if (walked.contains(&(pa & !7)) || pa >> 12 == CODE >> 12)
             && (is_data || case.op == Op::Fetch)
         {

@@ -71,14 +71,16 @@ impl Script {
     pub fn stub(&self) -> u64 {
         STUB + if self.is_upper { UPPER } else { 0 }
     }
-    /// Goes to the other half, if the payload is in the half that the next commands are about.
+    /// Makes the payload continue in the other half of the address space, if it is in the half that the next commands
+    /// change.
     pub fn work_on(&mut self, upper: bool) {
         if upper == self.is_upper {
             self.push(&[5]);
             self.is_upper = !upper;
         }
     }
-    /// Configures the half that the payload is not in. `tcr` has the fields of that half, and the common ones.
+    /// Configures the half of the address space that the payload is not in. `tcr` has the fields of that half, and the
+    /// common ones.
     pub fn configure(&mut self, tcr: u64, ttbr: u64, mair: u64, sctlr: u64) {
         self.configuration = [tcr, ttbr, sctlr];
         let (ttbrs, own) = match self.is_upper {

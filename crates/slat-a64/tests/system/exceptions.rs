@@ -9,7 +9,7 @@ use crate::{check, compare, first_round, rounds};
 const PERMISSIONS: u64 = 1 << 9 | 1 << 14 | 1 << 15 | 1 << 16 | 1 << 18 | 1 << 26;
 const ALIGNED: u64 = 1 << 1;
 const NTWI: u64 = 1 << 16;
-/// The fields of TCR_EL1 for the half that is not the payload's: the same as the payload's.
+/// The fields of TCR_EL1 for the half of the address space that is not the payload's: the same as the payload's.
 const LOWER_TCR: u64 = 25 | 2 << 32;
 const UPPER_TCR: u64 = 25 << 16 | 2 << 30 | 2 << 32;
 

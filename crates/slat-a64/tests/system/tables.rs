@@ -71,14 +71,15 @@ const HD: u64 = 1 << 40;
 /// What an image has in TCR_EL1.HA and HD.
 #[derive(Clone, Copy, PartialEq)]
 enum Flags {
-    /// The same always. There are AT instructions: QEMU's set access flag and dirty state, as the architecture permits
-    /// only for the access flag, but that is not seen while hardware does so anyway.
+    /// Always these bits; the image may have AT instructions. (QEMU's AT instructions set access flag and dirty state.
+    /// The architecture permits that only for the access flag, but the difference is not seen if hardware sets both
+    /// anyway.)
     Fixed(u64),
-    /// Anything, without AT.
+    /// Random bits; the image has no AT instructions.
     Any,
 }
 
-/// Configures the other half at random. Returns addresses' bits.
+/// Configures the half of the address space without the payload at random, and returns it.
 fn configure(script: &mut Script, random: &mut Random, flags: Flags) -> Half {
     let upper = random.below(2) == 0;
     script.work_on(upper);

@@ -258,7 +258,7 @@ fn lpis_move() {
     assert!(msi.guest.irq(1));
 }
 
-/// DISCARD, MAPD and an invalid GITS_BASER unmap events, and their LPIs end with them.
+/// DISCARD, MAPD and an invalid GITS_BASER unmap events, and their LPIs with them.
 #[test]
 fn unmapping() {
     let mut msi = Msi::new();

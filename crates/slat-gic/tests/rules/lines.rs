@@ -68,7 +68,8 @@ fn a_level_comes_again_if_its_line_stays_high() {
     });
 }
 
-/// The end of a level-triggered SPI is reported for irqfds that resample, that of an edge is not.
+/// The end of a level-triggered SPI (its deactivation) is reported for irqfds that resample. That of an edge-triggered
+/// SPI is not.
 #[test]
 fn ends_of_levels_are_reported() {
     with_both(|mut guest| {

@@ -57,7 +57,7 @@ fn configurations_are_cached() {
     assert!(msi.guest.is_quiet(0));
 }
 
-/// GICR_CTLR.EnableLPIs reads the pending table, unless GICR_PENDBASER.PTZ says that it is zero.
+/// Setting GICR_CTLR.EnableLPIs makes the GIC read the pending table, unless GICR_PENDBASER.PTZ says that it is zero.
 #[test]
 fn enabling_reads_the_pending_table() {
     for table_is_zero in [false, true] {

@@ -67,7 +67,8 @@ fn priorities_of_pending_interrupts_change() {
     });
 }
 
-/// A higher group priority preempts, an equal one does not; ends go back (IHI 0048, 3.3.1; IHI 0069, 4.8).
+/// A higher group priority preempts, an equal one does not; an EOI restores the running priority from before (IHI 0048,
+/// 3.3.1; IHI 0069, 4.8).
 #[test]
 fn preemption() {
     with_both(|mut guest| {
@@ -198,7 +199,7 @@ fn the_highest_pending_interrupt_is_shown() {
     });
 }
 
-/// An end without an active priority drops nothing; special INTIDs end nothing (GICC_EOIR, ICC_EOIR1_EL1).
+/// An EOI without an active priority drops nothing; one of a special INTID ends nothing (GICC_EOIR, ICC_EOIR1_EL1).
 #[test]
 fn ends_that_end_nothing() {
     with_both(|mut guest| {

@@ -86,7 +86,7 @@ fn memory_may_be_mapped_ahead_of_its_use() {
     assert_eq!(ask(0, 0x10, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(u64::MAX - 0xfff, 0x1000, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(0x1000, 0x2000, 0), (Ok(()), 0x3000, 0));
-    // The call maps the part that is in a memslot. The next call, for the rest, fails.
+    // KVM_PRE_FAULT_MEMORY maps the part that is in a memslot. The next call, for the rest, fails.
     assert_eq!(ask(0x3000, 0x3000, 0), (Ok(()), 0x4000, 0x2000));
     assert_eq!(ask(0x4000, 0x2000, 0), (Err(libc::ENOENT), 0x4000, 0x2000));
     let beyond = 1 << 52;

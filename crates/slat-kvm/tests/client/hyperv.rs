@@ -36,7 +36,7 @@ fn wrmsr(msr: u32, value: u32) -> Vec<u8> {
     .concat()
 }
 
-/// Creates a guest with SynIC that waits for [`VECTOR`], the vector of source 2. The vector's handler is `handler`.
+/// Creates a guest with SynIC that waits for [`VECTOR`], the vector of SINT 2. The vector's handler is `handler`.
 fn guest(sint: u64, handler: &[u8]) -> Guest {
     // sti; hlt; jmp back
     let guest = Guest::with(&[0xfb, 0xf4, 0xeb, 0xfc], |vm| {
@@ -118,7 +118,7 @@ fn a_timer_that_was_restored_sends_its_message() {
     let mut guest = guest(0, &[0xe6, 0x10]);
     let vcpu = &guest.vcpu;
     assert!(set(vcpu, SIMP, DATA | 1));
-    // Sets a one-shot timer that sends its message to source 2, at a time in the past.
+    // Sets a one-shot timer that sends its message to SINT 2, at a time in the past.
     assert!(set(vcpu, STIMER0_CONFIG, 2 << 16 | 1));
     assert!(set(vcpu, STIMER0_COUNT, 5));
     assert_eq!(get(vcpu, STIMER0_CONFIG), 2 << 16 | 1);

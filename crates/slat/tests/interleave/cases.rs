@@ -141,8 +141,8 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// Logging begins while another operation zaps entries that it looked up before, and the guest writes. With each
-    /// combination of policies, the log has the write.
+    /// Dirty logging starts while another operation zaps entries that it looked up before, and the guest writes. With
+    /// each combination of policies, the log has the write.
     pub fn a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile() {
         const WHOLE: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")];
         const SPLIT: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "on")];
