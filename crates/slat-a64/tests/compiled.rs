@@ -1,4 +1,5 @@
-//! Compiled code beside what happens around it: kicks, invalidations, other processors, and memory that goes away.
+//! Compiled code beside what happens around it: kicks, invalidations, other processors, and memory that the host takes
+//! away.
 #![cfg(feature = "jit")]
 
 #[allow(dead_code)]

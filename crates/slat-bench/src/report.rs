@@ -13,10 +13,10 @@ pub enum Unit {
     /// Nanoseconds.
     #[serde(rename = "ns")]
     Nanoseconds,
-    /// A count.
+    /// A number of events or objects.
     #[serde(rename = "count")]
     Count,
-    /// A count per second.
+    /// A number of events per second.
     #[serde(rename = "1/s")]
     PerSecond,
     /// Millions of guest instructions per second.
@@ -48,7 +48,7 @@ impl Sample {
         }
     }
 
-    /// Makes a count.
+    /// Makes a sample of a metric that counts.
     pub fn count(metric: &'static str, value: u64) -> Self {
         Self::new(metric, Unit::Count, value as f64)
     }

@@ -71,7 +71,7 @@ impl Handle {
         Handle(cell)
     }
 
-    /// Returns the object.
+    /// Returns the object (VM, vCPU, device, …) of this handle.
     pub fn object(&self) -> &Object {
         // SAFETY: this handle is a user of the object, so no thread writes the object.
         unsafe { (*self.0.object.get()).as_ref() }.expect("a used cell holds an object")

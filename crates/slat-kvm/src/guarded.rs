@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// `errno` and returns -1; after a panic, `errno` is `EIO`.
 ///
 /// The whole call is a [`Section`]. Handlers of the program that were delayed run at the end of the section, when slat
-/// holds no lock and has no frame on the stack. These handlers may use slat, or jump away.
+/// holds no lock and has no frame on the stack. These handlers may use slat, or leave by longjmp.
 pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
     let result = {

@@ -15,7 +15,7 @@ pub(crate) enum Device {
     OfArch(arch::Device),
     /// The ring of coalesced I/O.
     Coalesced,
-    /// An eventfd.
+    /// An ioeventfd.
     Event(Event),
 }
 

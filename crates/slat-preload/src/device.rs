@@ -44,7 +44,7 @@ impl Opening {
         })
     }
 
-    /// Returns the arguments.
+    /// Returns the arguments that say how the file is opened.
     pub fn how(self) -> How {
         let (Opening::Open(how) | Opening::Open2(how)) = self;
         how

@@ -122,7 +122,7 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 /// An asynchronous cancellation can end the kernel's `KVM_RUN`, but must not end Rust code. So cancellation is disabled
 /// while slat works. `pthread_cancel` ends the run, and the thread then unwinds from here, where slat has no other
 /// frame on the stack. Before deferred handlers of the program run, the cancellation state is set back to the
-/// program's, because the handlers may jump away.
+/// program's, because the handlers may leave by longjmp.
 ///
 /// # Safety
 /// The conditions are those of `ioctl`.

@@ -1,5 +1,5 @@
 //! Tests signal handlers of a program under the library. On a real KVM an ioctl is complete before a handler runs, so
-//! the handler may do anything and may jump away. The same must hold under the library.
+//! the handler may do anything and may leave by longjmp. The same must hold under the library.
 #![cfg(target_arch = "x86_64")]
 
 mod common;

@@ -52,7 +52,7 @@ pub(crate) struct Ring {
     pub(crate) head: AtomicU64,
     /// The index in the ring of the next record.
     pub(crate) next: AtomicU64,
-    /// The thread.
+    /// The id of the thread that writes to the ring.
     pub(crate) tid: AtomicU32,
     /// The beginning of the thread's name, if the thread is slat's own; otherwise zeroes.
     pub(crate) name: [AtomicU64; 2],
@@ -60,12 +60,12 @@ pub(crate) struct Ring {
     pub(crate) counts: [AtomicU64; MOST_POINTS],
 }
 
-/// A record.
+/// A record: one event at a tracepoint.
 #[repr(C, align(64))]
 pub(crate) struct Record {
     /// The processor's time-stamp counter.
     pub(crate) cycles: u64,
-    /// The tracepoint.
+    /// The tracepoint: the number of its line in the text.
     pub(crate) point: u16,
     /// The number of the VM of `vcpu`.
     pub(crate) vm: u16,

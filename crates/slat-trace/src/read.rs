@@ -21,7 +21,7 @@ pub struct Point {
     fields: Vec<(String, Range<usize>)>,
 }
 
-/// A record.
+/// A record: one event at a tracepoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Nanoseconds of `CLOCK_MONOTONIC`.

@@ -272,7 +272,7 @@ impl Drop for File {
     }
 }
 
-/// Makes the file.
+/// Makes the trace file: at `path`, or, if that exists, at `path` with the process's id appended.
 fn create(path: &Path) -> io::Result<(PathBuf, File)> {
     match open_new(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {

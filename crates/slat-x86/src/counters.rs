@@ -16,7 +16,7 @@ macro_rules! counters {
             /// The number of counters.
             pub const COUNT: usize = [$(stringify!($name)),+].len();
 
-            /// Returns the values.
+            /// Returns the values of all counters.
             pub fn to_array(&self) -> [u64; Self::COUNT] {
                 [$(self.$name),+]
             }

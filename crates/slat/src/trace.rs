@@ -16,7 +16,7 @@ pub enum Event {
     /// `kvm_page_fault`: an access of the guest finds no entry that allows it. With shadow paging the address is
     /// guest-virtual, otherwise guest-physical. Counted as `pf_taken`.
     PageFault {
-        /// The address.
+        /// The address of the access.
         fault_address: u64,
         /// The right that is missing.
         access: Access,
@@ -33,7 +33,7 @@ pub enum Event {
     /// `fast_page_fault`: a fault of the guest was resolved without looking up memslot and host. Counted as
     /// `pf_fast`.
     FastPageFault {
-        /// The address.
+        /// The guest-physical address of the access.
         gpa: Gpa,
         /// The right that was missing.
         access: Access,
@@ -45,7 +45,7 @@ pub enum Event {
     /// `mark_mmio_spte`: an MMIO entry was installed, because no memslot contains the frame. Counted as
     /// `pf_mmio_spte_created`.
     MarkMmioSpte {
-        /// The frame.
+        /// The guest frame without a memslot.
         gfn: Gfn,
         /// The generation of the memslots.
         generation: u64,
@@ -54,7 +54,7 @@ pub enum Event {
     HandleMmioPageFault {
         /// The address; with shadow paging, it is guest-virtual.
         addr: u64,
-        /// The frame.
+        /// The guest frame of the address.
         gfn: Gfn,
     },
     /// `kvm_tdp_mmu_spte_changed`: an entry of the tree of tables was zapped: a leaf, or a table with everything

@@ -24,7 +24,7 @@ pub enum Role {
 pub struct Bar<'a> {
     /// The meaning of the bar.
     pub role: Role,
-    /// The variant.
+    /// The name of the variant.
     pub name: &'a str,
     /// The value in the chart's unit.
     pub value: f64,

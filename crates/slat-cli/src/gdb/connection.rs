@@ -131,7 +131,7 @@ impl Drop for Listener {
     }
 }
 
-/// The connection.
+/// The connection to GDB.
 pub struct Connection {
     input: File,
     output: File,

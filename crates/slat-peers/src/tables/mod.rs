@@ -146,7 +146,7 @@ fn limit(samples: &mut Samples) {
     }
 }
 
-/// The contenders.
+/// The comparison of slat's tables with those of other crates.
 pub struct Tables {
     order: Order,
 }

@@ -64,7 +64,7 @@ pub struct KeptFrame {
 }
 
 impl KeptFrame {
-    /// Returns the frame.
+    /// Returns the copied frame.
     pub fn frame(&self) -> &Frame {
         // SAFETY: `Frame::keep` has put an aligned frame at this offset. The memory does not move.
         unsafe { &*self.memory.as_ptr().add(self.at).cast() }

@@ -247,7 +247,7 @@ impl Text {
         text.range.contains(&address).then_some(text)
     }
 
-    /// Returns the code.
+    /// Returns the bytes of the text.
     fn code(&self) -> &[u8] {
         // SAFETY: the text is mapped and readable. A program that changes its text while it makes `KVM_RUN` calls from
         // there is not supported.

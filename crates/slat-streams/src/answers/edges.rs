@@ -122,7 +122,7 @@ pub struct Difference {
 /// One rule of a SET request.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// The request.
+    /// The request's number (`KVM_SET_…`).
     pub request: u32,
     /// The request's object.
     pub on: On,

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// A GET request and its result for a new object.
 pub struct Fresh {
-    /// The request.
+    /// The request's number (`KVM_GET_…`).
     pub request: u32,
     /// The kind of the request's object.
     pub on: On,

@@ -3,7 +3,7 @@
 use crate::memory::PAGE;
 use slat_model::Rng;
 
-/// A memslot.
+/// A memslot of the guest: its number, address and size.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     /// The memslot's number.

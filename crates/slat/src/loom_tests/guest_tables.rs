@@ -33,7 +33,7 @@ pub(super) const fn entry(frame: u64) -> u64 {
     frame << PAGE_SHIFT | 0x67
 }
 
-/// A guest.
+/// A guest with page tables of its own, which the shadow MMU shadows.
 #[derive(Clone)]
 pub(super) struct Guest {
     pub(super) vm: Arc<ShadowVm>,

@@ -50,7 +50,7 @@ use core::marker::PhantomData;
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 
 impl InSection<'_> {
-    /// Makes a proof.
+    /// Makes a proof that the caller is in a reader section.
     ///
     /// # Safety
     /// - as long as the result is used, a reader of the VM in question stays in its current section: it neither leaves

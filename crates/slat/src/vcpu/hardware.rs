@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Stop`], except [`Stop::Retry`].
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
         match self.for_hardware().translate(gpa, access) {
             Ok(_) | Err(Stop::Retry) => Ok(()),
@@ -84,7 +84,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Stop`], except [`Stop::Retry`], if not even the first page could be mapped.
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         match self.for_hardware().prefault(range) {
             Err(Stop::Retry) => Ok(0),
@@ -105,7 +105,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`VirtualStop`], except [`Stop::Retry`]. Inject [`VirtualStop::PageFault`] into the guest.
     ///
     /// # Panics
-    /// If the vCPU is entered, or the VM shadows no tables ([`Vcpu::translate_virtual`]).
+    /// If the vCPU is entered ([`Vcpu::enter`]), or the VM shadows no tables ([`Vcpu::translate_virtual`]).
     pub fn hardware_page_fault<W: HostWords>(
         &mut self,
         gva: u64,
@@ -146,7 +146,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// next instruction, and call this again.
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Hpa> {
         let root = self.for_hardware().guest_root(gva, paging);
         root.map(|root| root.frame().hpa())
@@ -156,7 +156,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// The caller invalidates the address on this CPU.
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
         // The result tells whether other translations are void: `Platform::flush` has dropped these already.
         let _ = self.for_hardware().invlpg(gva, paging, words);
@@ -166,7 +166,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// caller flushes the guest's translations on this CPU.
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_flush<W: HostWords>(&mut self, words: &mut W) {
         self.for_hardware().flush_guest(words);
     }

@@ -348,7 +348,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`OutOfMemory`]; the CPU keeps its old ring.
     ///
     /// # Panics
-    /// If the vCPU is entered.
+    /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn set_dirty_ring(&mut self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
         assert!(
             !self.is_entered(),
@@ -485,7 +485,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// need the backing of guest memory without a translation.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     // Always inlined, so that a caller does not compute the fields of the result that it does not use.
     #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {

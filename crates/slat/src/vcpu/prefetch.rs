@@ -283,7 +283,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Stop`], if not even the first page could be mapped.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     pub fn prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         let mut at = range.start;
         let mut asked = F::GRANULE.gfn(at);

@@ -124,7 +124,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Stop`]. After [`Stop::Retry`] all earlier translations are void.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let gfn = F::GRANULE.gfn(gpa);
@@ -158,7 +158,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     #[inline]
     pub fn lookup(&self, gfn: Gfn) -> Option<Mapping> {
         assert!(self.is_entered(), "Vcpu::lookup outside enter/leave");

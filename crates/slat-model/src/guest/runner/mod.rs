@@ -73,7 +73,7 @@ impl Runner {
         }
     }
 
-    /// Returns the memslots.
+    /// Returns the regions of the memslots that exist now.
     pub fn regions(&self) -> impl Iterator<Item = Region> {
         let slots = self.oracle.memory.model.slots.iter();
         slots.map(|(id, slot)| slot.region(*id))

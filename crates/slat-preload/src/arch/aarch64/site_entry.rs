@@ -36,7 +36,7 @@ pub const PASS: usize = 16;
 pub struct Saved(Frame);
 
 impl Saved {
-    /// Returns the call.
+    /// Returns the system call that the program has made.
     pub fn made(&self) -> Made {
         self.0.made()
     }

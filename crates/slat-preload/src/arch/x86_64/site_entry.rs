@@ -49,7 +49,7 @@ pub struct Saved {
 pub const ANSWER: usize = std::mem::offset_of!(Saved, answer);
 
 impl Saved {
-    /// Returns the call.
+    /// Returns the system call that the program has made.
     pub fn made(&self) -> Made {
         Made {
             number: libc::SYS_ioctl,

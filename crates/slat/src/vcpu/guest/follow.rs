@@ -20,7 +20,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// all translations that the CPU remembers are void now.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     #[must_use = "the CPU must not use translations that are void"]
     pub fn stored(&mut self, gpa: Gpa, bytes: u64) -> bool {
         self.counters().mmu_pte_write.add(1);
@@ -45,7 +45,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// too.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     #[must_use = "the CPU must not use translations that are void"]
     pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
         self.counters().invlpg.add(1);
@@ -86,7 +86,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// guest tables to which stores may have gone unnoticed. The caller drops all translations that its CPU remembers.
     ///
     /// # Panics
-    /// If the vCPU was not entered.
+    /// If the vCPU is not entered ([`Vcpu::enter`]).
     pub fn flush_guest<W: HostWords>(&mut self, words: &mut W) {
         self.presence.tables.clear();
         self.distrust_stores_elsewhere();

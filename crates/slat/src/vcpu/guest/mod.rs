@@ -121,7 +121,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.
     ///
     /// # Panics
-    /// If the vCPU was not entered, or the VM shadows no tables: it was made neither with
+    /// If the vCPU is not entered ([`Vcpu::enter`]), or the VM shadows no tables: it was made neither with
     /// [`MmuKind::Shadow`](crate::MmuKind) nor with [`Config::nested`](crate::Config).
     pub fn translate_virtual<W: HostWords>(
         &mut self,

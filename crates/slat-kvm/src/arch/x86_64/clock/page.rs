@@ -22,7 +22,7 @@ pub(crate) fn is_paused(word: u32) -> bool {
 /// is rounded down, so the clock loses up to 1.7 µs per hour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scale {
-    /// The multiplier.
+    /// The multiplier (`tsc_to_system_mul`).
     pub(crate) mul: u32,
     /// The number of bits by which cycles are shifted to the left. A negative number shifts cycles to the right.
     pub(crate) shift: i8,

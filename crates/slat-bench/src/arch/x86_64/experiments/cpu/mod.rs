@@ -71,7 +71,7 @@ enum Worker {
     Start,
 }
 
-/// Returns the cases.
+/// Returns the cases of this experiment, with as much work as `worker` can do.
 fn works(size: Size, worker: Worker) -> [Work; 18] {
     // `part` divides the number of repetitions. `less` is subtracted from the argument of `fib`.
     let (part, less) = match worker {
