@@ -56,7 +56,8 @@ pub(crate) struct Mapping {
     pub(crate) page_bytes: usize,
 }
 
-/// The global epoch. It is raised whenever a mapping is forgotten.
+/// A counter that is raised whenever a known mapping is forgotten: so threads learn that the mappings which they
+/// remember may be wrong.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
 /// Whether the kernel may have advice that the table lacks, or the table may have advice that no longer holds. If so,
 /// the kernel has to be asked.

@@ -25,7 +25,7 @@ const FIRST_VECTOR: u64 = 16;
 pub enum Effect {
     /// The caller need not do anything.
     None,
-    /// The vectors of sources have changed.
+    /// The vectors of interrupt sources (SINTs) have changed.
     Vectors,
     /// This MSR has changed. The caller tells the client, which may emulate devices that send messages.
     Exit(u32),

@@ -17,7 +17,7 @@ pub struct DeviceObject {
     kind: Kind,
 }
 
-/// What a device is.
+/// The type of a device, with its state.
 #[derive(Debug)]
 enum Kind {
     /// The type `KVM_DEV_TYPE_VFIO`.

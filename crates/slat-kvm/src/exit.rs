@@ -10,7 +10,7 @@ use slat_host::page_size;
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryFault {
     pub(crate) gpa: Gpa,
-    /// Whether the page is private.
+    /// Whether the page is private (`KVM_MEMORY_ATTRIBUTE_PRIVATE`).
     pub(crate) private: bool,
     /// Whether the page is absent: the client has not provided it yet.
     pub(crate) absent: bool,

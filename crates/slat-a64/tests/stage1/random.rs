@@ -120,7 +120,7 @@ fn case(random: &mut Random) -> Case {
     let sign = if in_upper { !0 << 55 } else { 0 };
     va = match random.below(24) {
         0 => va & !(1 << 55) | sign & 1 << 55,
-        // With a tag.
+        // An address with a tag (TBI).
         1 => va & ((1 << input) - 1) | sign << input >> input << input | va & 0xff << 56,
         _ => va & ((1 << input) - 1) | if in_upper { !0 << input } else { 0 },
     };

@@ -8,7 +8,7 @@ const ASSEMBLER: &str = "aarch64-linux-gnu-as";
 const LINKER: &str = "aarch64-linux-gnu-ld";
 const EMULATOR: &str = "qemu-system-aarch64";
 
-/// The list ends early rather than that a test waits for ever.
+/// The time after which QEMU is ended: then the list of results is shorter, but a test does not wait for ever.
 const SECONDS: &str = "120";
 
 /// An access as the payload has it.

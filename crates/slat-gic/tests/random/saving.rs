@@ -37,7 +37,7 @@ pub fn system_register((crn, crm, op2): (u16, u16, u16)) -> u16 {
 }
 
 impl Pair {
-    /// Copies 32 bits.
+    /// Copies a register of 32 bits to another GIC, as a client saves and restores it.
     fn copy(&mut self, new: &mut Gic, vcpu: usize, (frame, offset): (Frame, u64)) {
         let value = self.gic.client_read(vcpu, frame, offset);
         new.client_write(vcpu, frame, offset, value, &self.memory)

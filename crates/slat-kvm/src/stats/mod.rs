@@ -38,7 +38,7 @@ enum Of {
 pub struct StatsObject {
     of: Of,
     entries: Vec<Entry>,
-    /// The whole file.
+    /// The bytes of the file: header, descriptors, and values.
     file: Shared,
     /// The offset of the values.
     data: usize,

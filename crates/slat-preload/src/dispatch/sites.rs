@@ -190,7 +190,7 @@ unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) 
 /// Maps the first `len` bytes of `memory`, readable and executable, within reach of a jump from `text`. Returns their
 /// address.
 fn map_near(text: &Range<usize>, memory: &Opened, len: usize) -> Option<usize> {
-    /// The distance between the addresses that are tried.
+    /// The distance between the addresses at which the mapping is tried.
     const STEP: usize = 1 << 20;
     const TRIES: usize = REACH / STEP;
     let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP + len));

@@ -21,9 +21,9 @@ pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags
 /// The flag that tells an instruction whether interrupts are enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InterruptFlag {
-    /// IF.
+    /// RFLAGS.IF.
     Real,
-    /// VIF.
+    /// RFLAGS.VIF, the virtual interrupt flag.
     Virtual,
 }
 

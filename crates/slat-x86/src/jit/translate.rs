@@ -167,7 +167,8 @@ pub(super) struct Translator<'a> {
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
     /// The signatures of stubs, keyed by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// The block in which the region stops. Its parameters are the step and the status.
+    /// The block in which the region stops. Its parameters are the step (the instruction at which the interpreter
+    /// continues) and the status.
     stop: Block,
     /// The beginning of the next iteration, if the path may lead to its own beginning.
     turn: Option<Turn>,

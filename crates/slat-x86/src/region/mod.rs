@@ -136,7 +136,7 @@ pub(crate) struct Region {
     pub(crate) is_sampled: AtomicBool,
     /// The steps of the region's instructions, to which the code has pointers.
     pub(crate) steps: Box<[Step]>,
-    /// The guarded accesses, with the indices of their steps.
+    /// The guarded accesses, each with the index in `steps` of its instruction.
     pub(crate) guarded: Guarded,
     /// For each block, the offset at which the region can be entered there; `None` if it cannot be entered there.
     pub(crate) entries: Box<[Option<u32>]>,

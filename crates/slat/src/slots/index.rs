@@ -146,7 +146,7 @@ pub(super) struct Spare {
     directories: [Option<Directory>; 2],
 }
 
-/// Memory for a larger directory.
+/// Memory for a larger directory of an index's leaves.
 struct Directory {
     /// The number of leaves for which it was allocated. The allocator may have given more, but perhaps to one set only.
     capacity: usize,

@@ -27,7 +27,7 @@ pub(crate) struct SlotSet {
     alive: Watch,
 }
 
-/// Memory for a change of two sets.
+/// Memory that a change of memslots needs in the indexes of both slot sets.
 pub(super) struct Spares {
     by_gfn: Spare,
     by_hva: Spare,

@@ -141,8 +141,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap_of(&change, slot).map(|log| log.bits.len())
     }
 
-    /// Waits for the turn (the lock) of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on
-    /// the slot, its log, and the number of its pages.
+    /// Waits for the lock `turn` of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on the
+    /// slot, its log, and the number of its pages.
     fn on_bitmap<R>(
         &self,
         space: usize,
@@ -369,8 +369,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if
     /// logging of these pages starts, to all `pages`. Call after publishing the slot with its log. The caller holds the
-    /// turn of the log, and `change` holds the slot writers' lock. Does nothing if the slot has changed meanwhile: that
-    /// change has done it.
+    /// lock `turn` of the log, and `change` holds the slot writers' lock. Does nothing if the slot has changed
+    /// meanwhile: that change has done it.
     pub(super) fn begin_logging(
         &self,
         space: &Space<P, F>,

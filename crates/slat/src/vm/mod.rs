@@ -20,8 +20,8 @@
 //!    pages may take the lock of a table of the tree beside them.
 //!
 //! The first three are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a
-//! slot change that starts dirty logging holds lock 3 when it locks the turn of the new log, which no other thread can
-//! find yet.
+//! slot change that starts dirty logging holds lock 3 when it takes the lock `turn` of the new log, which no other
+//! thread can find yet.
 //!
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).

@@ -26,7 +26,7 @@ pub(crate) enum Target {
     Sint {
         /// The VP index.
         vp: u32,
-        /// The index of the source.
+        /// The index of the interrupt source (SINT).
         sint: u32,
     },
 }

@@ -20,7 +20,7 @@ use slat_process::filter::Made;
 pub struct Site {
     /// The address where the program continues: the end of its `svc`.
     pub back: usize,
-    /// The address of the entry.
+    /// The address of slat's entry code, to which the stub jumps.
     pub entry: usize,
 }
 

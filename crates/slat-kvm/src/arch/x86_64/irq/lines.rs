@@ -95,7 +95,7 @@ impl Interrupts {
         }
     }
 
-    /// Signals a source of a SynIC.
+    /// Signals an interrupt source (SINT) of the SynIC of a virtual processor.
     fn signal_source(&self, vp: u32, sint: u32) -> Outcome {
         let vcpus = self.vcpus.read();
         let request = vcpus
