@@ -116,12 +116,12 @@ impl Debug {
         self.class == class::BRK
     }
 
-    /// Returns the exception's class from a lower level.
+    /// Returns the exception class (ESR_EL2.EC) of the exception if it comes from a lower level.
     pub fn class(&self) -> u32 {
         self.class
     }
 
-    /// Returns ESR_EL2 of the exception from a lower level.
+    /// Returns ESR_EL2 of the exception if it comes from a lower level.
     pub fn esr(&self) -> u32 {
         self.class << CLASS_SHIFT | IL | self.details
     }

@@ -35,7 +35,7 @@ pub(crate) struct Now<'a, M> {
     pub(crate) pc: u64,
 }
 
-/// Returns the end of an instruction whose access to a system register was refused.
+/// Returns how an instruction ends whose access to a system register was refused.
 fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
     Stop::Exception(match refused {
         Refused::Undefined => Exception::Undefined,

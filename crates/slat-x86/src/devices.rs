@@ -99,7 +99,7 @@ impl Output {
     }
 }
 
-/// The accesses in progress. Their data is in [`crate::fixed::Fixed`].
+/// The accesses to devices that are in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
     /// The number of reads for which the current execution of the instruction has used data.

@@ -28,7 +28,7 @@ impl Drop for Chunk {
     }
 }
 
-/// Memory for pieces. A piece never moves.
+/// Memory that is handed out in pieces. A piece never moves.
 #[derive(Default)]
 pub(crate) struct Pool {
     chunks: Vec<Chunk>,

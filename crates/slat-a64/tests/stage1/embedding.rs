@@ -88,7 +88,7 @@ fn accesses_of_devices_are_completed() {
     };
     guest.cpu.state.take_stop(Stop::Memory(fault.external()));
     assert_eq!(guest.syndrome(), [data_abort(0x10 | WNR), 0x1000]);
-    // A fetch, and a walk. EL1 does not execute what EL0 can write.
+    // The machine refuses a fetch, and then the walk of a store. EL1 does not execute what EL0 can write.
     guest.map(1, 0x5000 | PAGE);
     guest.cpu.forget_pages();
     guest.cpu.state.pc = 0x1000;

@@ -57,7 +57,7 @@ impl Guest {
         self.ram.set(LEVEL_3 + 8 * page, descriptor);
     }
 
-    /// Executes instructions at EL1 with values of X0 and X1, one run for each. Returns the last one's end.
+    /// Executes instructions at EL1 with values of X0 and X1, one run for each. Returns how the last run has ended.
     pub fn execute(&mut self, words: &[u32], x: [u64; 2]) -> Leave<Hole> {
         self.execute_at(true, words, x)
     }

@@ -60,7 +60,7 @@ pub struct Model {
     /// From INTID 8192 on.
     pub lpis: Vec<Irq>,
     pub cpus: Vec<Cpu>,
-    /// SPIs with a level that were deactivated.
+    /// The level-triggered SPIs that were deactivated.
     pub ended: Vec<u32>,
 }
 

@@ -53,7 +53,7 @@ pub const POOL: u64 = 0x20_0000;
 pub const POOL_PAGES: u64 = 24;
 /// The number of the first page of the pool that belongs to the guest.
 const GUESTS: u64 = 10;
-/// The number of pages of the pool in one memslot.
+/// The number of pages of the pool ([`POOL`]) that one memslot has.
 pub const SLOT_PAGES: u64 = 6;
 /// The number of entries of each table that the addresses use.
 pub const USED: u64 = 4;

@@ -214,7 +214,7 @@ fn no_write_is_lost_when_logging_by_buffers_begins() {
     });
 }
 
-/// Checks that the log has every write of a vCPU that writes to page 0 twice while logging begins. `prepare` makes the
+/// Checks that the log has every write of a vCPU that writes to page 0 twice while logging starts. `prepare` makes the
 /// VM; its slot has `pages` pages.
 fn no_write_is_lost_after_logging_begins(pages: u64, prepare: fn() -> Arc<SmallVm>) {
     model(2, move || {

@@ -264,7 +264,7 @@ mod tests {
     fn what_was_put_under_a_stamp_is_not_found_when_the_stamp_comes_again() {
         let mut cache = cache(ENTRIES as u64);
         let first = cache.stamp;
-        // Skips all but the last few of the clears.
+        // Skips all but the last few clears, after which the stamp comes again.
         cache.stamp = STAMPS - 2;
         cache.put(gpa(REGION), Pfn(9));
         let mut clears = 0;

@@ -157,8 +157,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for this in changes {
             if let Change::Set(region) = this {
                 self.flush_slots_that_left(&region.gfns(F::GRANULE));
-                // As in [`Vm::set_memory_region`]: another thread may have begun the log of a slot that this call does
-                // not change.
+                // As in [`Vm::set_memory_region`]: another thread may be starting the dirty logging of a slot that this
+                // call does not change.
                 self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
             }
         }

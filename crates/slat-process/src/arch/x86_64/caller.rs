@@ -83,7 +83,7 @@ macro_rules! own_flags {
     };
 }
 
-/// A caller's floating point.
+/// A caller's floating-point state.
 struct Kept {
     mxcsr: u32,
     /// The environment of the x87 unit (FNSTENV), if it is not that of a new process.
