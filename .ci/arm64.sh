@@ -32,7 +32,10 @@ if [ -z "$native" ]; then
     command -v qemu-aarch64 >/dev/null || install qemu-user
     command -v qemu-aarch64-static >/dev/null || install qemu-user-static
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
-    if ! executes; then
+    if executes; then
+        # A shell outside .ci/arm64-programs has set them.
+        unset CARGO_TARGET_AARCH64_UNKNOWN_LINUX_{GNU,MUSL}_RUNNER
+    else
         export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64-static -L /usr/aarch64-linux-gnu'
         export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64-static
     fi

@@ -144,3 +144,11 @@ fn main() -> ExitCode {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_guest_uses_its_device_and_ends() {
+        assert_eq!(crate::on_slat::run().unwrap(), crate::guest::LOG);
+    }
+}

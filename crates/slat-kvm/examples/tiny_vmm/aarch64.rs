@@ -16,6 +16,10 @@ pub const CODE_BYTES: &[u8] = &[
 /// The address of the code.
 pub const CODE: u64 = 0x1000;
 
+/// What the VMM says of this guest.
+#[cfg(test)]
+pub const LOG: &[&str] = &["read  0x8000", "write 0x8000: 42", "switched off"];
+
 /// Creates the vCPU, which begins at the guest's code.
 macro_rules! create_vcpu {
     ($vm:ident) => {{

@@ -17,6 +17,16 @@ pub const CODE_BYTES: &[u8] = &[
 /// The address of the code.
 pub const CODE: u64 = 0x1000;
 
+/// What the VMM says of this guest.
+#[cfg(test)]
+pub const LOG: &[&str] = &[
+    "in  port 0x10",
+    "read  0x8000",
+    "out port 0x11: 42",
+    "write 0x8000: 42",
+    "halted",
+];
+
 /// Creates the vCPU, which begins at the guest's code.
 macro_rules! create_vcpu {
     ($vm:ident) => {{

@@ -64,27 +64,40 @@ pub fn is_native() -> bool {
     std::env::var_os(NATIVE).is_some()
 }
 
+/// Names the link that [`shows_link`] shows.
+const LINK: &str = "SLAT_TEST_LINK";
+
 /// Asserts that a descriptor is slat's if the client runs under the library, and the kernel's otherwise. A client that
-/// reached the machine's own KVM by mistake would not test slat. Another program, which the dynamic linker runs
-/// without the library, makes the check. slat would follow any other program that the client executes, and would also
-/// see a system call of the client itself.
+/// reached the machine's own KVM by mistake would not test slat. Another process, in which the dynamic linker runs this
+/// test program without the library, makes the check. slat would follow any other program that the client executes, and
+/// would also see a system call of the client itself.
 pub fn demand_slats(fd: i32) {
     let linker = match std::env::consts::ARCH {
         "x86_64" => "/lib64/ld-linux-x86-64.so.2",
         _ => "/lib/ld-linux-aarch64.so.1",
     };
-    let link = Command::new(linker)
-        .arg("/usr/bin/readlink")
-        .arg(format!("/proc/{}/fd/{fd}", std::process::id()))
+    let output = Command::new(linker)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "common::shows_link"])
+        .args(["--ignored", "--nocapture", "--test-threads=1"])
+        .env(LINK, format!("/proc/{}/fd/{fd}", std::process::id()))
         .env_remove("LD_PRELOAD")
         .output()
         .unwrap();
-    let link = String::from_utf8(link.stdout).unwrap();
+    let shown = String::from_utf8(output.stdout).unwrap();
+    let link = shown.split_once(LINK).expect("the link is shown").1;
     assert_eq!(
-        link.starts_with("/memfd:kvm"),
+        link.starts_with("=/memfd:kvm"),
         !is_native(),
         "{fd} is {link}"
     );
+}
+
+#[test]
+#[ignore = "is run by demand_slats"]
+fn shows_link() {
+    let link = std::fs::read_link(std::env::var_os(LINK).unwrap());
+    println!("{LINK}={}", link.unwrap().display());
 }
 
 fn client(name: &str) -> Command {
