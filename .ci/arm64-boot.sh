@@ -28,7 +28,8 @@ machine_kernel() {
 
 machine_tree() {
     rm -rf "$1/tree"
-    mkdir -p "$1/tree"/{bin,dev,proc,sys,tmp,root,lib}
+    mkdir -p "$1/tree"/{bin,dev,proc,sys,tmp,root,lib,usr}
+    ln -s ../bin "$1/tree/usr/bin"
     cp "$(find "$1/busybox" -path '*bin/busybox' -type f)" "$1/tree/bin/busybox"
     cat >"$1/tree/init" <<'INIT'
 #!/bin/busybox sh

@@ -22,6 +22,8 @@ fn owner_mode_and_attributes_can_be_asked_for_and_set() {
     common::under_the_library("owner_mode_and_attributes");
 }
 
+// The text differs from the kernel's on x86 alone.
+#[cfg(target_arch = "x86_64")]
 #[test]
 fn cpuinfo_opens_as_the_file_that_slat_run_has_written() {
     common::under_the_library("cpuinfo");
@@ -43,6 +45,7 @@ mod client {
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
     /// Makes another program read `/proc/cpuinfo`, because slat reads the variable only at a program's start.
+    #[cfg(target_arch = "x86_64")]
     #[test]
     #[ignore = "runs as a client"]
     fn cpuinfo() {
@@ -591,7 +594,12 @@ os._exit(0)";
         assert!(stat.is_file());
         assert_eq!((stat.len(), stat.nlink()), (4096, 1));
         if !is_native() {
-            assert_eq!(stat.mode() & 0o777, 0o644);
+            // KVM for arm64 has no such parameter. slat shows it, but has nothing to set.
+            let mode = match cfg!(target_arch = "x86_64") {
+                true => 0o644,
+                false => 0o444,
+            };
+            assert_eq!(stat.mode() & 0o777, mode);
         }
         let slash = fs::read_to_string(plain.clone() + "/").unwrap_err();
         assert_eq!(slash.raw_os_error(), Some(libc::ENOTDIR));
