@@ -1,0 +1,128 @@
+//! Boots Linux on a board with one processor: slat-a64 and slat-gic alone, without KVM's API. Any machine can be the host, so
+//! this is how to find out what the processor makes of a kernel, and where its time goes.
+//!
+//! `cargo run --release -p slat-a64 --example linux -- IMAGE INITRD [COMMAND LINE...]`
+//!
+//! IMAGE is a kernel for arm64 that is not compressed. The console is on standard input and output. The guest's clock counts
+//! instructions, and so does not depend on the host's speed; it goes on when the guest waits. When the guest has powered off,
+//! the number of instructions and the CPU time are printed to standard error.
+
+mod board;
+mod tree;
+mod uart;
+
+use board::{Board, RAM};
+use slat_a64::{Cpu, Hint, Leave, State, Stop, SystemName};
+use std::process::ExitCode;
+
+/// Where the device tree and the initrd are, behind the kernel.
+const TREE: u64 = RAM + (200 << 20);
+const INITRD: u64 = RAM + (202 << 20);
+
+/// The instructions of a run. The clock stands still meanwhile.
+const BATCH: u64 = 2000;
+/// Instructions that a run is taken to have executed which ends early.
+const EARLY: u64 = BATCH / 40;
+
+/// ID_AA64PFR0_EL1, and its field for the system registers of a GICv3.
+const PFR0: SystemName = SystemName::new(3, 0, 0, 4, 0);
+const PFR0_GIC_V3: u64 = 1 << 24;
+
+/// PSCI: the functions, and results.
+const PSCI_VERSION: u64 = 0x8400_0000;
+const PSCI_MIGRATE_INFO_TYPE: u64 = 0x8400_0006;
+const SYSTEM_OFF: u64 = 0x8400_0008;
+const SYSTEM_RESET: u64 = 0x8400_0009;
+const VERSION_1_0: u64 = 0x1_0000;
+const NO_MIGRATION: u64 = 2;
+const NOT_SUPPORTED: u64 = u64::MAX;
+
+/// Returns the nanoseconds for which this process has had a CPU.
+fn cpu_time() -> f64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the kernel writes the struct.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// Copies a kernel to where its header wants it. Returns its start.
+fn load(board: &mut Board, kernel: &[u8]) -> u64 {
+    let field = |at: usize| u64::from_le_bytes(std::array::from_fn(|n| kernel[at + n]));
+    assert_eq!(&kernel[56..60], b"ARM\x64", "a kernel for arm64");
+    let start = RAM + field(8);
+    assert!(start + field(16) <= TREE, "too large a kernel");
+    board.fill(start, kernel);
+    start
+}
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args().skip(1);
+    let (Some(kernel), Some(initrd)) = (arguments.next(), arguments.next()) else {
+        eprintln!("usage: linux IMAGE INITRD [COMMAND LINE...]");
+        return ExitCode::FAILURE;
+    };
+    let line = arguments.collect::<Vec<_>>().join(" ");
+    let [kernel, initrd] = [kernel, initrd].map(|path| std::fs::read(path).expect("a file"));
+    let mut board = Board::new();
+    let start = load(&mut board, &kernel);
+    board.fill(INITRD, &initrd);
+    board.fill(
+        TREE,
+        &tree::of_board(&line, INITRD..INITRD + initrd.len() as u64),
+    );
+    let mut cpu = Cpu::new(State::reset());
+    let pfr0 = cpu.state.system(PFR0).unwrap_or(0);
+    cpu.state.identify(PFR0, pfr0 | PFR0_GIC_V3);
+    cpu.state.pc = start;
+    cpu.state.x[0] = TREE;
+    let before = cpu_time();
+    let instructions = run(&mut cpu, &mut board);
+    let time = cpu_time() - before;
+    eprintln!(
+        "{} million instructions, {:.1} s, {:.1} ns an instruction",
+        instructions / 1_000_000,
+        time / 1e9,
+        time / instructions as f64
+    );
+    ExitCode::SUCCESS
+}
+
+/// Executes the guest until it powers off. Returns about how many instructions it has executed.
+fn run(cpu: &mut Cpu, board: &mut Board) -> u64 {
+    let mut instructions = 0;
+    loop {
+        cpu.pending = board.attend(instructions);
+        let leave = cpu.run(board, BATCH);
+        instructions += if leave == Leave::Limit { BATCH } else { EARLY };
+        match leave {
+            Leave::Hint(Hint::Wfi) => board.wait(),
+            Leave::Limit | Leave::Attention | Leave::Invalidated(_) | Leave::Hint(_) => {}
+            Leave::Hvc(_) | Leave::Smc(_) => {
+                let x0 = &mut cpu.state.x[0];
+                *x0 = match *x0 & 0xffff_ffff {
+                    SYSTEM_OFF | SYSTEM_RESET => return instructions,
+                    PSCI_VERSION => VERSION_1_0,
+                    PSCI_MIGRATE_INFO_TYPE => NO_MIGRATION,
+                    _ => NOT_SUPPORTED,
+                };
+            }
+            Leave::Stage2 { fault, syndrome } => {
+                let access = syndrome.filter(|_| !fault.is_fetch && !fault.is_walk);
+                let done = access.and_then(|access| {
+                    let stored = access.is_store.then(|| access.stored(&cpu.state));
+                    let loaded = board.access(fault.ipa, 1 << access.size, stored)?;
+                    Some((access, loaded))
+                });
+                match done {
+                    Some((access, loaded)) => access.complete(&mut cpu.state, loaded),
+                    None if fault.is_fetch => cpu.state.take_fetch_abort(fault.external()),
+                    None => cpu.state.take_stop(Stop::Memory(fault.external())),
+                }
+            }
+            Leave::Debug(_) => unreachable!("`State::traps_debug` is not set"),
+        }
+    }
+}
