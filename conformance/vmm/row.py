@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -B
-"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] [--cpu CPU] [--qemu QEMU] --materials DIR NAME WORDS...
+"""Runs one row: row.py --on slat|kvm|tcg|arm64|board --slat SLAT [--mmu MMU] [--cpu CPU] [--qemu QEMU] --materials DIR NAME WORDS...
 
 Exit status: 0 when the row passes, 1 when it fails, 4 when this machine lacks what it needs. After a failure the end of each
 guest's console and of what each VMM complained about is printed.
@@ -17,6 +17,7 @@ import traceback
 from rows.console import Failure, Skip
 
 ROWS = {
+    "arm64": "rows.arm64",
     "boot": "rows.boot",
     "devices": "rows.devices",
     "migrate": "rows.migrate",
@@ -55,7 +56,9 @@ class Setting:
 
     @property
     def launcher(self):
-        """What runs a VMM on slat."""
+        """What runs a VMM on slat. With "arm64" the VMM is for 64-bit Arm, and `slat` is slat's library for it."""
+        if self.on == "arm64":
+            return ["qemu-aarch64", "-L", self.material("qemu"), "-E", f"LD_PRELOAD={self.slat}"]
         return [self.slat, "run", "--mmu", self.mmu, "--set", f"cpu={self.cpu}", "--"] if self.on == "slat" else []
 
     def material(self, name):
@@ -86,7 +89,7 @@ class Setting:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg"])
+    parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg", "arm64", "board"])
     parser.add_argument("--slat", required=True)
     parser.add_argument("--mmu", default="tdp")
     parser.add_argument("--cpu", default="host")
