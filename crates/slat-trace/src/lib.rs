@@ -5,12 +5,13 @@
 //! | file | idea |
 //! |---|---|
 //! | `points` | the tracepoints: their names and fields, as Linux 6.12 has them, and slat's own |
+//! | [`exit`], [`arm_exit`] | the reasons of exits in `kvm_exit`: x86-64's, and arm64's |
 //! | [`Selection`] | the set of tracepoints that are recorded |
 //! | `layout` | the bytes of the file |
 //! | `recorder` | the file of this process, and how a tracepoint writes to it |
 //! | [`read`] | reading the file of any process, even of one that was killed |
 //! | `clock` | the counter's cycles in the file, and nanoseconds for the reader |
-//! | `arch` | the processor's counter: x86's time-stamp counter, or Arm's virtual counter |
+//! | `arch` | the tracepoints that only one architecture has; its counter: x86's time-stamp counter, or Arm's virtual counter |
 //!
 //! # The design
 //! A tracepoint that is off costs one relaxed load of a word with a bit for each tracepoint ([`point`]). The kernel
@@ -33,7 +34,9 @@
 #![cfg(target_os = "linux")]
 
 mod arch;
+pub mod arm_exit;
 mod clock;
+pub mod exit;
 mod layout;
 mod points;
 pub mod read;

@@ -1,5 +1,6 @@
 //! The tracepoints. The tracepoints in `kvm` and `kvmmmu` have Linux's names and fields, for people who know Linux's
-//! (include/trace/events/kvm.h, arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12);
+//! (include/trace/events/kvm.h, arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12, and for tracepoints
+//! of arm64 alone arch/arm64/kvm/trace_arm.h and trace_handle_exit.h). Module `arch` has those of one architecture;
 //! `conformance/tracepoints` compares them with a kernel's source. Fields that have no meaning in slat are missing,
 //! such as the kernel address of an entry. The tracepoints in `slat` are slat's own.
 
@@ -80,33 +81,17 @@ macro_rules! points {
     };
 }
 
-points! {
-    /// A vCPU enters the guest.
-    kvm kvm_entry: Entry { vcpu_id: u32, rip: u64 }
-    /// A vCPU has left the guest. `exit_reason` is an exit reason of VMX (`isa` 1) on any host processor: see [`exit`].
-    /// `info1` is the exit qualification of port accesses. `intr_info` describes the exception of EXCEPTION_NMI.
-    kvm kvm_exit: Exit { exit_reason: u32, guest_rip: u64, isa: u32, info1: u64, intr_info: u32, vcpu_id: u32 }
+crate::arch::with_own_points! { points:
     /// `KVM_RUN` returns. `reason` is the number of `KVM_EXIT_*`. `errno` is negative if `KVM_RUN` fails.
     kvm kvm_userspace_exit: UserspaceExit { reason: u32, errno: i32 }
     /// A vCPU accesses a device in memory. `type` has the values of [`mmio`].
     kvm kvm_mmio: Mmio { r#type: u32, len: u32, gpa: u64, val: u64 }
-    /// A vCPU accesses ports. `rw` is 1 for a write, `val` is the first unit.
-    kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
     /// A vCPU has written to memory, which only signalled an eventfd. The write is also recorded as a `kvm_mmio`.
     kvm kvm_fast_mmio: FastMmio { gpa: u64 }
     /// A second-level page fault; with shadow paging, `fault_address` is a guest-virtual address. `error_code` has the
     /// bits of x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing, because the CPU does not
     /// know it in the middle of a translated block.
     kvm kvm_page_fault: PageFault { vcpu_id: u32, fault_address: u64, error_code: u64 }
-    /// An interrupt is injected.
-    kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
-    /// A message-signalled interrupt is sent.
-    kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
-    /// The guest has ended (EOI) the interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2 for the
-    /// I/O APIC.
-    kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
-    /// The guest has ended an interrupt of its local APIC.
-    kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }
     /// Host memory is about to be unmapped, or changed.
     kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
     /// The accessed bits of leaves are read, and perhaps cleared.
@@ -164,60 +149,4 @@ pub mod mmio {
     pub const READ: u32 = 1;
     /// A write.
     pub const WRITE: u32 = 2;
-}
-
-/// Basic exit reasons of VMX: appendix C of Intel's SDM, volume 3.
-pub mod exit {
-    /// An exception or NMI.
-    pub const EXCEPTION_NMI: u32 = 0;
-    /// An interrupt of the host: the vCPU was asked to leave the guest.
-    pub const EXTERNAL_INTERRUPT: u32 = 1;
-    /// A triple fault.
-    pub const TRIPLE_FAULT: u32 = 2;
-    /// An SMI.
-    pub const OTHER_SMI: u32 = 6;
-    /// The guest can take an interrupt now.
-    pub const INTERRUPT_WINDOW: u32 = 7;
-    /// HLT.
-    pub const HLT: u32 = 12;
-    /// RSM.
-    pub const RSM: u32 = 17;
-    /// VMCALL.
-    pub const VMCALL: u32 = 18;
-    /// An access to ports.
-    pub const IO_INSTRUCTION: u32 = 30;
-    /// RDMSR.
-    pub const MSR_READ: u32 = 31;
-    /// WRMSR.
-    pub const MSR_WRITE: u32 = 32;
-    /// An access to memory that is not mapped, and that could not be mapped.
-    pub const EPT_VIOLATION: u32 = 48;
-    /// An access that found an MMIO entry.
-    pub const EPT_MISCONFIG: u32 = 49;
-    /// A bus lock.
-    pub const BUS_LOCK: u32 = 74;
-    /// The notify window is over.
-    pub const NOTIFY: u32 = 75;
-
-    /// Returns the name of a reason in Linux's VMX_EXIT_REASONS. `None`: slat does not use this reason.
-    pub fn name(reason: u64) -> Option<&'static str> {
-        Some(match u32::try_from(reason).ok()? {
-            EXCEPTION_NMI => "EXCEPTION_NMI",
-            EXTERNAL_INTERRUPT => "EXTERNAL_INTERRUPT",
-            TRIPLE_FAULT => "TRIPLE_FAULT",
-            OTHER_SMI => "OTHER_SMI",
-            INTERRUPT_WINDOW => "INTERRUPT_WINDOW",
-            HLT => "HLT",
-            RSM => "RSM",
-            VMCALL => "VMCALL",
-            IO_INSTRUCTION => "IO_INSTRUCTION",
-            MSR_READ => "MSR_READ",
-            MSR_WRITE => "MSR_WRITE",
-            EPT_VIOLATION => "EPT_VIOLATION",
-            EPT_MISCONFIG => "EPT_MISCONFIG",
-            BUS_LOCK => "BUS_LOCK",
-            NOTIFY => "NOTIFY",
-            _ => return None,
-        })
-    }
 }

@@ -2,7 +2,7 @@
 
 use slat_trace::read::Trace;
 use slat_trace::{
-    AgeHva, Buffer, Eoi, FlushBegin, Mmio, Quiesce, Selection, begin, point, run_vcpu,
+    AgeHva, Buffer, FlushBegin, Mmio, Quiesce, Selection, UserspaceExit, begin, point, run_vcpu,
 };
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -53,9 +53,9 @@ fn a_record_is_read_as_it_was_written() {
     let trace = record("plain", "kvm,slat", || {
         mmio(0xfee0_0000);
         let _on = run_vcpu(3, 7);
-        point(|| Eoi {
-            apicid: 9,
-            vector: -1,
+        point(|| UserspaceExit {
+            reason: 9,
+            errno: -1,
         });
     });
     let [thread] = &trace.threads[..] else {
@@ -73,9 +73,12 @@ fn a_record_is_read_as_it_was_written() {
         [("type", 2), ("len", 4), ("gpa", gpa), ("val", !gpa)]
     );
     assert_eq!((first.vcpu, second.vcpu), (None, Some((3, 7))));
-    assert_eq!(trace.value(second, "vector"), Some(u32::MAX.into()));
+    assert_eq!(trace.value(second, "errno"), Some(u32::MAX.into()));
     assert_eq!(trace.value(second, "gpa"), None);
-    assert_eq!((trace.count("kvm_mmio"), trace.count("kvm_eoi")), (1, 1));
+    assert_eq!(
+        (trace.count("kvm_mmio"), trace.count("kvm_userspace_exit")),
+        (1, 1)
+    );
 }
 
 #[test]
@@ -84,7 +87,7 @@ fn only_what_is_selected_is_recorded() {
         mmio(1);
         point(|| AgeHva { start: 1, end: 2 });
         point(|| Quiesce {});
-        point(|| panic!("evaluated") as Eoi);
+        point(|| panic!("evaluated") as UserspaceExit);
     });
     let names = trace.threads[0].events.iter();
     let names: Vec<_> = names

@@ -4,11 +4,16 @@ use slat_trace::POINTS;
 use std::collections::BTreeMap;
 
 /// Linux 6.12's tracepoints, as `conformance/tracepoints` prints them: in each line a name and the fields.
-const LINUX: &str = include_str!("../../../conformance/tracepoints.txt");
+const X86: &str = include_str!("../../../conformance/tracepoints.txt");
+const ARM64: &str = include_str!("../../../conformance/tracepoints-arm64.txt");
 
 #[test]
 fn names_and_fields_are_those_of_linux() {
-    let lines = LINUX.lines().map(|line| line.split_once(' ').unwrap());
+    let table = match std::env::consts::ARCH {
+        "aarch64" => ARM64,
+        _ => X86,
+    };
+    let lines = table.lines().map(|line| line.split_once(' ').unwrap());
     let linux: BTreeMap<_, Vec<_>> = lines
         .map(|(name, rest)| (name, rest.split(' ').collect()))
         .collect();

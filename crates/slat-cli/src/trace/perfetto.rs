@@ -106,6 +106,8 @@ const PROCESS: u64 = 1;
 const HEXADECIMAL: &[&str] = &[
     "rip",
     "guest_rip",
+    "vcpu_pc",
+    "r0",
     "gpa",
     "val",
     "fault_address",
@@ -229,8 +231,8 @@ impl Track<'_> {
         match point.name.as_str() {
             "kvm_entry" => self.follow("guest", event),
             "kvm_exit" => {
-                let number = self.trace.value(event, "exit_reason").unwrap_or_default();
-                self.follow(&reason(number), event);
+                let reason = reason(self.trace, event);
+                self.follow(&reason, event);
             }
             "kvm_userspace_exit" => self.follow("client", event),
             "flush_begin" => self.begin(Slice::Flush, "flush", event),

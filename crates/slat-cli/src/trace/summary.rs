@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use slat_trace::exit;
 use slat_trace::read::{Event, Trace};
+use slat_trace::{arm_exit, exit};
 
 use super::in_order;
 
@@ -152,9 +152,10 @@ impl Summary {
         self.vcpus.extend(event.vcpu);
         match trace.points[event.point].name.as_str() {
             "kvm_exit" => {
-                let reason = reason(value("exit_reason"));
+                let reason = reason(trace, event);
                 self.exits.entry(reason.clone()).or_default().samples += 1;
-                *self.rips.entry(value("guest_rip")).or_default() += 1;
+                let pc = value("guest_rip") | value("vcpu_pc");
+                *self.rips.entry(pc).or_default() += 1;
                 if let Some(vcpu) = event.vcpu {
                     let before = state.exits.insert(vcpu, Some((reason, event.ns)));
                     self.unpaired += u64::from(matches!(before, Some(Some(_))));
@@ -202,7 +203,12 @@ impl Summary {
     }
 }
 
-/// Returns the name of an exit reason.
-pub fn reason(number: u64) -> String {
-    exit::name(number).map_or_else(|| number.to_string(), str::to_owned)
+/// Returns the name of the reason of a `kvm_exit`, whose fields are those of x86-64 or of arm64.
+pub fn reason(trace: &Trace, event: &Event) -> String {
+    let value = |field| trace.value(event, field);
+    let (name, number) = match (value("exit_reason"), value("ret"), value("esr_ec")) {
+        (None, Some(ret), Some(class)) => (arm_exit::name(ret, class), class),
+        (number, ..) => (exit::name(number.unwrap_or(0)), number.unwrap_or(0)),
+    };
+    name.map_or_else(|| number.to_string(), str::to_owned)
 }

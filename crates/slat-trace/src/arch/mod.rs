@@ -1,4 +1,5 @@
-//! The code that depends on the processor's architecture: it reads the cycle counter. Each architecture has a file.
+//! What depends on the architecture: the cycle counter, and the tracepoints that only guests of this architecture have.
+//! Each architecture has a file.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

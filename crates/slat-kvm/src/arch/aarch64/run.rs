@@ -5,6 +5,7 @@ use crate::arch::aarch64::devices::Device;
 use crate::arch::aarch64::firmware::{Outcome, SYSTEM_CALL_RETURNED};
 use crate::arch::aarch64::guest_debug;
 use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, Power};
+use crate::arch::aarch64::trace::{calls, waits};
 use crate::arch::aarch64::vcpu_state::Unfinished;
 use crate::errno::{Result, fail};
 use crate::exit::memory_fault;
@@ -121,10 +122,14 @@ impl VcpuObject {
             Exit::Wfi => self.wait_for_interrupt(inner, masked)?,
             Exit::Yield => {
                 self.common().exits.wfe_exit_stat.add(1);
+                waits(&inner.cpu.state, true);
                 inner.outside(|_| std::thread::yield_now());
             }
             // As in KVM, the immediate of HVC has no meaning, and SMC has no firmware with another immediate than 0.
-            Exit::Hvc(_) => return self.call(inner, 0, masked),
+            Exit::Hvc(immediate) => {
+                calls(&inner.cpu.state, immediate);
+                return self.call(inner, 0, masked);
+            }
             Exit::Smc(0) => return self.call(inner, KVM_HYPERCALL_EXIT_SMC, masked),
             Exit::Smc(_) => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
@@ -150,6 +155,7 @@ impl VcpuObject {
     /// Waits until an interrupt is pending, even if PSTATE masks it.
     fn wait_for_interrupt(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.common().exits.wfi_exit_stat.add(1);
+        waits(&inner.cpu.state, false);
         loop {
             inner.machine.timer_rang();
             if self.is_interrupted(inner) {

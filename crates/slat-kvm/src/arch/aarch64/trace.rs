@@ -1,11 +1,61 @@
-//! Tracepoints of entries and exits: none yet. KVM's tracepoints of arm64 have other fields than those of x86.
+//! Tracepoints of entries and exits, with the fields of KVM for arm64.
 
-use crate::arch::aarch64::cpu::{Exit, State};
+use crate::arch::aarch64::cpu::{Exit, ProbeHit, State};
+use slat_trace::arm_exit as reason;
+use slat_trace::{Entry, Hvc, Wfx, point};
 
-/// Call when the vCPU enters the guest.
+/// Traces that the vCPU enters the guest.
 #[inline]
-pub(crate) fn enters(_vcpu_id: u32, _: &State) {}
+pub(crate) fn enters(_vcpu_id: u32, state: &State) {
+    point(|| Entry { vcpu_pc: state.pc });
+}
 
-/// Call when the vCPU has left the guest.
+/// Traces that the vCPU has left the guest. A trace has an exit for each entry, so a missing exit is recorded as
+/// `Attention`.
 #[inline]
-pub(crate) fn left(_vcpu_id: u32, _: &State, _: Option<&Exit>) {}
+pub(crate) fn left(_vcpu_id: u32, state: &State, exit: Option<&Exit>) {
+    point(|| {
+        let class = class(exit.unwrap_or(&Exit::Attention));
+        slat_trace::Exit {
+            ret: class.map_or(reason::IRQ, |_| reason::TRAP),
+            esr_ec: class.unwrap_or(0),
+            vcpu_pc: state.pc,
+        }
+    });
+}
+
+/// Returns the class of the exception that KVM would see. `None`: an interrupt of the host.
+fn class(exit: &Exit) -> Option<u32> {
+    Some(match exit {
+        Exit::Attention => return None,
+        Exit::Wfi | Exit::Yield => reason::WFX,
+        Exit::Hvc(_) => reason::HVC,
+        Exit::Smc(_) => reason::SMC,
+        Exit::Mmio { fault, .. } if fault.is_fetch => reason::FETCH_ABORT,
+        Exit::Mmio { .. } | Exit::BadAddress | Exit::OutOfMemory => reason::DATA_ABORT,
+        Exit::Invalidated => reason::SYSTEM,
+        Exit::Debug(debug) => debug.class(),
+        Exit::Probe(ProbeHit::Code) => reason::BREAKPOINT,
+        Exit::Probe(ProbeHit::Data(..)) => reason::WATCHPOINT,
+        Exit::Probe(ProbeHit::Step) => reason::STEP,
+    })
+}
+
+/// Traces that the guest waits. `is_wfe`: for an event, and not for an interrupt.
+#[inline]
+pub(crate) fn waits(state: &State, is_wfe: bool) {
+    point(|| Wfx {
+        vcpu_pc: state.pc,
+        is_wfe: is_wfe.into(),
+    });
+}
+
+/// Traces that the guest calls the firmware by HVC.
+#[inline]
+pub(crate) fn calls(state: &State, immediate: u16) {
+    point(|| Hvc {
+        vcpu_pc: state.pc,
+        r0: state.x[0],
+        imm: immediate.into(),
+    });
+}

@@ -1,0 +1,47 @@
+//! Why a vCPU of arm64 has left the guest: the values of `kvm_exit`, with the names that Linux's trace has for them.
+
+/// `ret`: an interrupt of the host. The vCPU was asked to leave the guest.
+pub const IRQ: i32 = 0;
+/// `ret`: the exception of the class `esr_ec`.
+pub const TRAP: i32 = 2;
+
+/// WFI, WFE or YIELD.
+pub const WFX: u32 = 0x01;
+/// HVC.
+pub const HVC: u32 = 0x16;
+/// SMC.
+pub const SMC: u32 = 0x17;
+/// A system instruction: one that invalidates translations of all vCPUs.
+pub const SYSTEM: u32 = 0x18;
+/// A fetch that could not be mapped.
+pub const FETCH_ABORT: u32 = 0x20;
+/// An access that could not be mapped.
+pub const DATA_ABORT: u32 = 0x24;
+/// A breakpoint of a debugger.
+pub const BREAKPOINT: u32 = 0x30;
+/// A step of a debugger.
+pub const STEP: u32 = 0x32;
+/// A watchpoint of a debugger.
+pub const WATCHPOINT: u32 = 0x34;
+/// BRK.
+pub const BRK: u32 = 0x3c;
+
+/// Returns the name of an exit: Linux's name of the exception class, or that of `ret`. `None`: slat has no such exit.
+pub fn name(ret: u64, esr_ec: u64) -> Option<&'static str> {
+    if ret as i32 == IRQ {
+        return Some("IRQ");
+    }
+    Some(match u32::try_from(esr_ec).ok()? {
+        WFX => "WFx",
+        HVC => "HVC64",
+        SMC => "SMC64",
+        SYSTEM => "SYS64",
+        FETCH_ABORT => "IABT_LOW",
+        DATA_ABORT => "DABT_LOW",
+        BREAKPOINT => "BREAKPT_LOW",
+        STEP => "SOFTSTP_LOW",
+        WATCHPOINT => "WATCHPT_LOW",
+        BRK => "BRK64",
+        _ => return None,
+    })
+}
