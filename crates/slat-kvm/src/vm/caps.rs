@@ -12,7 +12,8 @@ impl VmObject {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
             Ok(KVM_CAP_MULTI_ADDRESS_SPACE) => self.address_spaces() as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
-            _ => (self.arch.extension(cap)).unwrap_or_else(|| caps::check(cap, self.engine.mmu())),
+            _ => (self.arch.extension(cap, &self.engine))
+                .unwrap_or_else(|| caps::check(cap, self.engine.mmu())),
         }
     }
 

@@ -8,6 +8,9 @@ use std::arch::global_asm;
 const PSCI_VERSION: u64 = 0x8400_0000;
 const SYSTEM_SUSPEND: u64 = 0xc400_000e;
 const SYSTEM_OFF: u64 = 0x8400_0008;
+const PSCI_FEATURES: u64 = 0x8400_000a;
+const SYSTEM_OFF2: u64 = 0xc400_0015;
+const INVALID_PARAMETERS: u64 = -2i64 as u64;
 const NOT_SUPPORTED: u64 = -1i64 as u64;
 
 /// The register of a core register X`n`.
@@ -125,7 +128,7 @@ fn the_firmware_has_the_services_that_the_client_leaves() {
     // The vendor's identity is KVM's, and it has its list and the clock.
     let uid = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
     assert_eq!(call(&mut vcpu, 0x8600_ff01, 0), uid);
-    assert_eq!(call(&mut vcpu, 0x8600_0000, 0)[0], 3);
+    assert_eq!(call(&mut vcpu, 0x8600_0000, 0), [3, 0, 0, 0]);
     let before = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap();
@@ -263,4 +266,45 @@ fn all_vcpus_have_one_version_of_psci() {
     set(&second, version, 0x1_0000);
     assert_eq!(get(&vcpu, version), 0x1_0000);
     assert_eq!(call(&mut vcpu, PSCI_VERSION, 0)[0], 0x1_0000);
+}
+
+#[test]
+fn the_client_chooses_the_services_that_it_carries_out_itself() {
+    let (_guest, mut vcpu) = caller();
+    assert_eq!(get(&vcpu, services(3)), 0);
+    let unknown = vcpu.set_one_reg(services(3), &4u64.to_le_bytes());
+    assert_eq!(unknown.unwrap_err().errno(), libc::EINVAL);
+    set(&vcpu, services(3), 3);
+    assert_eq!(call(&mut vcpu, 0x8600_0000, 0), [3, 0, 3, 0]);
+    assert_eq!(call(&mut vcpu, 0x8600_0040, 0)[0], NOT_SUPPORTED);
+}
+
+#[test]
+fn a_guest_switches_itself_off_to_hibernate() {
+    let version = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | u64::from(KVM_REG_ARM_FW);
+    let (_guest, mut vcpu) = caller();
+    assert_eq!(get(&vcpu, version), 0x1_0003);
+    assert_eq!(call(&mut vcpu, PSCI_VERSION, 0)[0], 0x1_0003);
+    assert_eq!(call(&mut vcpu, PSCI_FEATURES, SYSTEM_OFF2)[0], 1);
+    assert_eq!(call(&mut vcpu, SYSTEM_OFF2, 2)[0], INVALID_PARAMETERS);
+    for kind in [0, 1] {
+        set(&vcpu, x(0), SYSTEM_OFF2);
+        set(&vcpu, x(1), kind);
+        set(&vcpu, x(2), 0);
+        match vcpu.run() {
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, [1])) => {}
+            other => panic!("{other:?}"),
+        }
+        let runnable = kvm_mp_state {
+            mp_state: KVM_MP_STATE_RUNNABLE,
+        };
+        vcpu.set_mp_state(runnable).unwrap();
+    }
+    // Older versions do not have the function.
+    set(&vcpu, version, 0x1_0002);
+    assert_eq!(
+        call(&mut vcpu, PSCI_FEATURES, SYSTEM_OFF2)[0],
+        NOT_SUPPORTED
+    );
+    assert_eq!(call(&mut vcpu, SYSTEM_OFF2, 1)[0], NOT_SUPPORTED);
 }

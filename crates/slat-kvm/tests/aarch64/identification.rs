@@ -22,6 +22,15 @@ slat_test_identify:
     mrs x0, clidr_el1
     str x0, [x9]
 slat_test_identify_end:
+slat_test_implementation:
+    mov x9, #0x09000000
+    mrs x0, midr_el1
+    str x0, [x9]
+    mrs x0, revidr_el1
+    str x0, [x9]
+    mrs x0, aidr_el1
+    str x0, [x9]
+slat_test_implementation_end:
     .popsection
     "
 );
@@ -113,4 +122,45 @@ fn registers_without_a_meaning_are_kept() {
     }
     assert!(unique.contains(&system(3, 0, 0, 7, 7)));
     set_fails(&vcpu, system(3, 0, 0, 7, 7), 1, libc::EINVAL);
+}
+
+#[test]
+fn a_client_names_another_implementation_if_it_has_asked_to() {
+    let code = code!(slat_test_implementation, slat_test_implementation_end);
+    let registers = [
+        (system(3, 0, 0, 0, 0), 0x410f_d0c0),
+        (system(3, 0, 0, 0, 6), 0x1_2345_6789),
+        (system(3, 1, 0, 0, 7), 7),
+    ];
+    let guest = Guest::new(code);
+    let vcpu = guest.vcpu(0, 0);
+    for (id, value) in registers {
+        set_fails(&vcpu, id, value, libc::EINVAL);
+        set(&vcpu, id, get(&vcpu, id));
+    }
+    let enable = |guest: &Guest| {
+        guest.vm.enable_cap(&kvm_enable_cap {
+            cap: KVM_CAP_ARM_WRITABLE_IMP_ID_REGS,
+            ..Default::default()
+        })
+    };
+    assert_eq!(
+        enable(&guest).unwrap_err().errno(),
+        libc::EINVAL,
+        "too late"
+    );
+    let guest = Guest::new(code);
+    enable(&guest).unwrap();
+    let mut vcpu = guest.vcpu(0, 0);
+    set_fails(&vcpu, registers[0].0, 1 << 32, libc::EINVAL);
+    for (id, value) in registers {
+        set(&vcpu, id, value);
+    }
+    for (id, value) in registers {
+        match vcpu.run() {
+            Ok(VcpuExit::MmioWrite(_, data)) => assert_eq!(data, value.to_le_bytes(), "{id:#x}"),
+            other => panic!("{other:?}"),
+        }
+        set_fails(&vcpu, id, value + 1, libc::EBUSY);
+    }
 }

@@ -398,3 +398,37 @@ fn descriptors_are_duplicated_like_the_kernels() {
     let overlap = set(&same, 1, 0, (0, pages(1)), memory.start);
     assert_eq!(errno(overlap), libc::EEXIST);
 }
+
+/// `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`: 0 and the sizes of blocks, before there is a memslot.
+#[test]
+fn a_client_chooses_how_huge_leaves_are_split_eagerly() {
+    let kvm = Kvm::new().unwrap();
+    let sizes = kvm.check_extension_raw(KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES.into()) as u64;
+    let page = pages(1);
+    let entries = page / 8;
+    let least = page | (page * entries);
+    assert_eq!(sizes & least, least);
+    assert_eq!(sizes & (page - 1), 0);
+    let vm = kvm.create_vm().unwrap();
+    let set_chunk = |bytes| {
+        vm.enable_cap(&kvm_enable_cap {
+            cap: KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE,
+            args: [bytes, 0, 0, 0],
+            ..Default::default()
+        })
+    };
+    let chunk = || vm.check_extension_raw(KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE.into()) as u64;
+    assert!(chunk() > 0, "the policy of a new VM");
+    for size in [0, page, page * entries] {
+        set_chunk(size).unwrap();
+        assert_eq!(chunk(), size);
+    }
+    for size in [1, page / 2, 2 * page, page | (page * entries), 1 << 63] {
+        assert_eq!(errno(set_chunk(size)), libc::EINVAL, "{size:#x}");
+    }
+    set_chunk(0).unwrap();
+    let memory = Memory::new(pages(16));
+    set(&vm, 0, 0, (0, pages(16)), memory.start).unwrap();
+    assert_eq!(errno(set_chunk(page)), libc::EINVAL, "there is a memslot");
+    assert_eq!(chunk(), 0);
+}

@@ -1,8 +1,8 @@
 //! The values of the capabilities that not every architecture has.
 
-use crate::arch::aarch64::guest_debug;
 use crate::arch::aarch64::limits::MAX_VCPU_ID;
 use crate::arch::aarch64::state::ipa_limit;
+use crate::arch::aarch64::{eager_split, guest_debug};
 use crate::routing::MAX_ROUTES;
 use kvm_bindings::*;
 use slat::MmuKind;
@@ -21,6 +21,7 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         | KVM_CAP_ARM_INJECT_EXT_DABT
         | KVM_CAP_ARM_SYSTEM_SUSPEND
         | KVM_CAP_SET_GUEST_DEBUG
+        | KVM_CAP_ARM_WRITABLE_IMP_ID_REGS
         | KVM_CAP_ENABLE_CAP => 1,
         KVM_CAP_ARM_USER_IRQ
         | KVM_CAP_IRQCHIP
@@ -39,6 +40,7 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         KVM_CAP_SET_GUEST_DEBUG2 => guest_debug::CONTROLS,
         KVM_CAP_GUEST_DEBUG_HW_BPS => BREAKPOINTS as u32,
         KVM_CAP_GUEST_DEBUG_HW_WPS => WATCHPOINTS as u32,
+        KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES => eager_split::block_sizes() as u32,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         _ => 0,
     }

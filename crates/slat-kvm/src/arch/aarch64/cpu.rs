@@ -1,7 +1,9 @@
 //! The CPU of a vCPU: the processor of slat-a64, an access to a device that the client completes, and a debugger's
 //! probes.
 
-use slat_a64::{Cpu, Debug, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome};
+use slat_a64::{
+    AccessProbe, Cpu, Debug, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome,
+};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -196,10 +198,24 @@ impl Executor {
             return Some(Exit::Probe(ProbeHit::Code));
         }
         let leave = self.cpu.run(machine, 1);
-        match self.exit(leave) {
-            None if self.steps => Some(Exit::Probe(ProbeHit::Step)),
-            exit => exit,
+        let hit = self.cpu.take_probe_hit();
+        match (self.exit(leave), hit) {
+            (None, Some((n, address))) => {
+                let kind = self
+                    .data_probes()
+                    .nth(n)
+                    .map_or(ProbeKind::Access, |probe| probe.kind);
+                Some(Exit::Probe(ProbeHit::Data(kind, address)))
+            }
+            (None, None) if self.steps => Some(Exit::Probe(ProbeHit::Step)),
+            (exit, _) => exit,
         }
+    }
+
+    /// Returns the probes of data, in their order.
+    fn data_probes(&self) -> impl Iterator<Item = &Probe> {
+        let is_data = |probe: &&Probe| probe.kind != ProbeKind::Execute;
+        self.probes.iter().filter(is_data)
     }
 
     /// Returns the exit of a run of the processor. `None`: the run continues.
@@ -275,6 +291,14 @@ impl Executor {
     pub(crate) fn set_probes(&mut self, probes: Vec<Probe>, steps: bool) {
         self.probes = probes;
         self.steps = steps;
+        let data = self.data_probes().map(|probe| AccessProbe {
+            first: probe.first,
+            bytes: probe.bytes,
+            reads: probe.kind != ProbeKind::Write,
+            writes: probe.kind != ProbeKind::Read,
+        });
+        let data = data.collect();
+        self.cpu.set_probes(data);
     }
 
     /// Makes the CPU pass a code probe at the next instruction.

@@ -6,7 +6,7 @@ mod services;
 
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::settings::{Action, HYPERVISOR, STOLEN_TIME};
-use crate::arch::aarch64::state::{PSCI_1_1, VmState};
+use crate::arch::aarch64::state::{PSCI_1_3, VmState};
 use crate::errno::{Result, fail};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
@@ -18,7 +18,13 @@ pub(crate) const NUMBERS: [u16; 4] = [PSCI_VERSION_REGISTER, 1, 2, 3];
 const PSCI_VERSION_REGISTER: u16 = 0;
 
 /// The versions of PSCI that a client may choose. The major version is in the upper half.
-const PSCI_VERSIONS: [u64; 3] = [psci::VERSION_0_2, 0x1_0000, PSCI_1_1];
+const PSCI_VERSIONS: [u64; 5] = [
+    psci::VERSION_0_2,
+    0x1_0000,
+    psci::VERSION_1_1,
+    0x1_0002,
+    PSCI_1_3,
+];
 
 /// Returns the state of a workaround. A processor in software needs no workaround.
 fn workaround(register: u16) -> Option<u64> {

@@ -106,7 +106,18 @@ fn is_safe(order: Order, value: u64, limit: u64) -> bool {
 pub(crate) struct Identification {
     values: [u64; COUNT],
     ctr: u64,
+    /// The values of [`IMPLEMENTATION`]'s registers.
+    implementation: [u64; IMPLEMENTATION.len()],
+    /// Whether the client may change them.
+    is_implementation_writable: bool,
 }
+
+/// The registers that name the processor's implementation, and their bits: MIDR_EL1, REVIDR_EL1, AIDR_EL1.
+const IMPLEMENTATION: [(SystemName, u64); 3] = [
+    (SystemName::new(3, 0, 0, 0, 0), u32::MAX as u64),
+    (SystemName::new(3, 0, 0, 0, 6), u64::MAX),
+    (SystemName::new(3, 1, 0, 0, 7), u64::MAX),
+];
 
 /// A register of this file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,6 +125,8 @@ pub(crate) enum IdRegister {
     /// The place is 8 * CRm + op2.
     Feature(usize),
     Ctr,
+    /// A register of [`IMPLEMENTATION`].
+    Implementation(usize),
 }
 
 impl IdRegister {
@@ -122,7 +135,10 @@ impl IdRegister {
         match name.parts() {
             [3, 0, 0, crm @ 1..=7, op2] => Some(Self::Feature((crm * 8 + op2).into())),
             _ if name == CTR => Some(Self::Ctr),
-            _ => None,
+            _ => IMPLEMENTATION
+                .iter()
+                .position(|(known, _)| *known == name)
+                .map(Self::Implementation),
         }
     }
 
@@ -132,6 +148,7 @@ impl IdRegister {
         features
             .map(|(crm, op2)| SystemName::new(3, 0, 0, crm, op2))
             .chain([CTR])
+            .chain(IMPLEMENTATION.map(|(name, _)| name))
     }
 }
 
@@ -141,11 +158,14 @@ fn limits() -> Identification {
     let mut limits = Identification {
         values: [0; COUNT],
         ctr: 0,
+        implementation: [0; IMPLEMENTATION.len()],
+        is_implementation_writable: false,
     };
     for name in IdRegister::names() {
         let value = state.system(name).unwrap_or(0);
         match IdRegister::of(name) {
             Some(IdRegister::Feature(place)) => limits.values[place] = value,
+            Some(IdRegister::Implementation(place)) => limits.implementation[place] = value,
             _ => limits.ctr = value,
         }
     }
@@ -165,14 +185,21 @@ impl Identification {
         match register {
             IdRegister::Feature(place) => self.values[place],
             IdRegister::Ctr => self.ctr,
+            IdRegister::Implementation(place) => self.implementation[place],
         }
+    }
+
+    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`: the client may name another implementation. The processor is the same.
+    pub(crate) fn allow_implementation(&mut self) {
+        self.is_implementation_writable = true;
     }
 
     /// Sets a register for the client. Those of AArch32, which the processor does not have, ignore it: a client may
     /// restore what it has saved on another host.
     ///
     /// # Errors
-    /// `EINVAL` for a value that promises more than the processor has. `EBUSY` for a change after a vCPU has run.
+    /// `EINVAL` for a value that promises more than the processor has, and for another implementation without the
+    /// capability. `EBUSY` for a change after a vCPU has run.
     pub(crate) fn set(&mut self, register: IdRegister, value: u64, has_run: bool) -> Result<()> {
         if let IdRegister::Feature(place) = register
             && CRM_32_BITS.contains(&(place / 8))
@@ -189,6 +216,10 @@ impl Identification {
         let is_allowed = match register {
             IdRegister::Feature(place) => is_allowed(place, value, limits.values[place]),
             IdRegister::Ctr => is_allowed_ctr(value, limits.ctr),
+            IdRegister::Implementation(place) => {
+                let is_possible = value & !IMPLEMENTATION[place].1 == 0;
+                value == self.get(register) || self.is_implementation_writable && is_possible
+            }
         };
         if !is_allowed {
             return fail(libc::EINVAL);
@@ -196,6 +227,7 @@ impl Identification {
         match register {
             IdRegister::Feature(place) => self.values[place] = value,
             IdRegister::Ctr => self.ctr = value,
+            IdRegister::Implementation(place) => self.implementation[place] = value,
         }
         Ok(())
     }
@@ -226,6 +258,10 @@ impl Identification {
         masks[COUNT + usize::from(clidr)] = u64::MAX;
         let [_, _, _, _, ctr] = CTR.parts();
         masks[2 * COUNT + usize::from(ctr)] = CTR_FLAGS | CTR_SIZES;
+        for (name, mask) in IMPLEMENTATION {
+            let [_, op1, _, crm, op2] = name.parts().map(usize::from);
+            masks[op1 * COUNT + 8 * crm + op2] = mask;
+        }
         masks
     }
 }

@@ -11,6 +11,7 @@
 //! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
 //! | | `clock` | the host's counter |
+//! | | `eager_split` | whether a log's beginning splits huge leaves |
 //! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
 //! | parts | `vcpu_state` | the other state of a vCPU |
 //! | | `exits`, `guest_debug` | the exits that only arm64 has, and those of a debugged guest |
@@ -45,6 +46,7 @@ pub(crate) mod compiler;
 pub(crate) mod counters;
 pub(crate) mod cpu;
 pub(crate) mod devices;
+mod eager_split;
 pub(crate) mod exits;
 pub(crate) mod firmware;
 pub(crate) mod formats;

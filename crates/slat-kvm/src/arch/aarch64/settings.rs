@@ -27,7 +27,7 @@ const FORWARD: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_FWD_TO_USER;
 const RESERVED: [RangeInclusive<u32>; 2] = [0x8000_0000..=0x8000_ffff, 0xc000_0000..=0xc000_ffff];
 
 /// The registers of services: a bit for each service that the guest may call.
-pub(crate) const SERVICE_REGISTERS: usize = 3;
+pub(crate) const SERVICE_REGISTERS: usize = 4;
 /// The number of the register of the standard services, and its bit for random numbers (DEN 0098).
 pub(crate) const STANDARD: usize = 0;
 pub(crate) const RANDOM_NUMBERS: u64 = 1 << 0;
@@ -38,8 +38,17 @@ pub(crate) const STOLEN_TIME: u64 = 1 << 0;
 pub(crate) const VENDOR: usize = 2;
 pub(crate) const FEATURES: u64 = 1 << 0;
 pub(crate) const HOST_CLOCK: u64 = 1 << 1;
+/// The number of the register of KVM's services from 64 on: the list of the processors on which the guest may run. A client
+/// that has the services carries them out itself.
+pub(crate) const VENDOR_64: usize = 3;
+const PROCESSORS: u64 = 1 << 0 | 1 << 1;
 /// The services that exist.
-const SERVICES: [u64; SERVICE_REGISTERS] = [RANDOM_NUMBERS, STOLEN_TIME, FEATURES | HOST_CLOCK];
+const SERVICES: [u64; SERVICE_REGISTERS] = [
+    RANDOM_NUMBERS,
+    STOLEN_TIME,
+    FEATURES | HOST_CLOCK,
+    PROCESSORS,
+];
 
 /// The settings.
 #[derive(Debug)]
@@ -57,7 +66,12 @@ impl Default for Settings {
         Settings {
             has_run: false,
             filter: Vec::new(),
-            services: SERVICES,
+            services: [
+                SERVICES[STANDARD],
+                SERVICES[HYPERVISOR],
+                SERVICES[VENDOR],
+                0,
+            ],
             identification: Identification::default(),
         }
     }
@@ -149,6 +163,11 @@ impl Settings {
         &self.identification
     }
 
+    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`.
+    pub(crate) fn allow_implementation(&mut self) {
+        self.identification.allow_implementation();
+    }
+
     /// Sets a register that identifies the processor.
     ///
     /// # Errors
@@ -207,7 +226,10 @@ mod tests {
         assert!(!settings.has_service(VENDOR, HOST_CLOCK));
         let errno = |result: Result<()>| result.unwrap_err().errno();
         assert_eq!(errno(settings.set_services(VENDOR, 4)), libc::EINVAL);
-        assert_eq!(errno(settings.set_services(3, 0)), libc::ENOENT);
+        assert_eq!(settings.services(VENDOR_64).unwrap(), 0);
+        settings.set_services(VENDOR_64, 3).unwrap();
+        assert_eq!(errno(settings.set_services(VENDOR_64, 4)), libc::EINVAL);
+        assert_eq!(errno(settings.set_services(4, 0)), libc::ENOENT);
         settings.vcpu_runs(false);
         settings.set_services(VENDOR, 0).unwrap();
         assert_eq!(errno(settings.set_services(VENDOR, 3)), libc::EBUSY);

@@ -1,16 +1,17 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
 use crate::arch::aarch64::compiler;
+use crate::arch::aarch64::eager_split;
 use crate::arch::aarch64::limits::MAX_VCPUS;
 use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
 use crate::arch::aarch64::timer::Offsets;
-use crate::engine::TableFormat;
+use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
 use kvm_bindings::{
-    KVM_CAP_MAX_VCPUS, KVM_CAP_MSI_DEVID, KVM_VM_TYPE_ARM_IPA_SIZE_MASK,
-    kvm_userspace_memory_region2,
+    KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, KVM_CAP_MAX_VCPUS, KVM_CAP_MSI_DEVID,
+    KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2,
 };
 use slat_a64::{Compile, Compiler};
 use slat_gic::gic::{Model, V2_VCPUS, V3_VCPUS};
@@ -31,8 +32,8 @@ pub(crate) fn ipa_limit() -> u32 {
     }
 }
 
-/// PSCI 1.1: the version of PSCI that a new VM's guest sees. The major version is in the upper half.
-pub(crate) const PSCI_1_1: u64 = 0x1_0001;
+/// PSCI 1.3: the version of PSCI that a new VM's guest sees. The major version is in the upper half.
+pub(crate) const PSCI_1_3: u64 = 0x1_0003;
 
 /// The type of a VM, which a client gives to `KVM_CREATE_VM`: the number of bits of an IPA (api.rst 4.2).
 #[derive(Clone, Copy, Debug)]
@@ -98,7 +99,7 @@ impl VmState {
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
             counter_offsets: Offsets::default(),
-            psci_version: AtomicU64::new(PSCI_1_1),
+            psci_version: AtomicU64::new(PSCI_1_3),
             can_suspend: AtomicBool::new(false),
             settings: Mutex::default(),
             needs_device_ids: AtomicBool::new(false),
@@ -148,8 +149,9 @@ impl VmState {
 
     /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
     /// all VMs.
-    pub(crate) fn extension(&self, cap: u64) -> Option<i32> {
+    pub(crate) fn extension(&self, cap: u64, engine: &EngineVm) -> Option<i32> {
         match u32::try_from(cap) {
+            Ok(KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE) => Some(eager_split::chunk(engine) as i32),
             Ok(KVM_CAP_MSI_DEVID) => Some(self.needs_device_ids.load(Ordering::Relaxed).into()),
             Ok(KVM_CAP_MAX_VCPUS) => Some(self.most_vcpus.load(Ordering::Relaxed) as i32),
             _ => None,

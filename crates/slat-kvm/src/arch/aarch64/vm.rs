@@ -1,5 +1,6 @@
 //! The calls of a VM that only arm64 has.
 
+use crate::arch::aarch64::eager_split;
 use crate::arch::aarch64::identification::Identification;
 use crate::arch::aarch64::state::Power;
 use crate::errno::{Result, fail};
@@ -13,14 +14,24 @@ impl VmObject {
         true
     }
 
-    /// Enables a capability that not every architecture has: `KVM_CAP_ARM_NISV_TO_USER`, `KVM_CAP_ARM_SYSTEM_SUSPEND`.
+    /// Enables a capability that not every architecture has: `KVM_CAP_ARM_NISV_TO_USER`, `KVM_CAP_ARM_SYSTEM_SUSPEND`,
+    /// `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`, `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`.
     ///
     /// # Errors
-    /// `EINVAL`: there is no such capability.
-    pub(crate) fn enable_arch_cap(&self, cap: u32, _argument: u64) -> Result<()> {
+    /// `EINVAL`: there is no such capability, the last one is enabled when there are vCPUs, or the errors of [`eager_split::set_chunk`].
+    pub(crate) fn enable_arch_cap(&self, cap: u32, argument: u64) -> Result<()> {
         match cap {
             KVM_CAP_ARM_NISV_TO_USER => self.arch.report_nisv(),
             KVM_CAP_ARM_SYSTEM_SUSPEND => self.arch.allow_suspend(),
+            KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE => {
+                return eager_split::set_chunk(&self.engine, argument);
+            }
+            KVM_CAP_ARM_WRITABLE_IMP_ID_REGS => {
+                return self.before_vcpus(|| {
+                    self.arch.settings().allow_implementation();
+                    Ok(())
+                });
+            }
             _ => return fail(libc::EINVAL),
         }
         Ok(())

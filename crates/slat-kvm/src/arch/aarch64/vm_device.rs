@@ -108,6 +108,7 @@ impl VmDevice {
             (group::ADDRESS, address::REDISTRIBUTOR_REGION) => user::read(attribute.addr)?,
             _ => 0,
         };
+        vm.interrupts.irqfds.inject_signalled();
         let chips = vm.chips();
         let value = vm.interrupts.initialising(chips, |parts, vcpus| {
             let vm = context(chips, vcpus);
@@ -134,6 +135,8 @@ impl VmDevice {
         let group = attribute.group;
         check_group(group)?;
         self.check_rest(vm, attribute)?;
+        // Some attributes save tables to guest memory.
+        vm.interrupts.irqfds.inject_signalled();
         let value = match value_size(group) {
             0 => 0,
             8 => user::read::<u64>(attribute.addr)?,

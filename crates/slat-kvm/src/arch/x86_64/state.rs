@@ -6,6 +6,7 @@ use crate::arch::x86_64::hyperv::{Hyperv, VirtualProcessor};
 use crate::arch::x86_64::options::Options;
 use crate::arch::x86_64::policy::CpuChoice;
 use crate::arch::x86_64::quirks::Quirks;
+use crate::engine::EngineVm;
 use crate::errno::{Result, fail, no_memory};
 use crate::policy::Policies;
 use kvm_bindings::*;
@@ -86,7 +87,7 @@ impl VmState {
 
     /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
     /// all VMs.
-    pub(crate) fn extension(&self, cap: u64) -> Option<i32> {
+    pub(crate) fn extension(&self, cap: u64, _: &EngineVm) -> Option<i32> {
         match u32::try_from(cap) {
             // As in KVM, the result is only the lower 32 bits of the VM's value.
             Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => Some(self.options.apic_bus_cycle_ns() as i32),

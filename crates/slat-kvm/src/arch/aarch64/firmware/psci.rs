@@ -1,13 +1,14 @@
-//! PSCI 1.1 (DEN 0022): calls that switch processors, and the system, on and off.
+//! PSCI 1.3 (DEN 0022): calls that switch processors, and the system, on and off.
 
 use crate::arch::aarch64::firmware::{CALL64, NOT_SUPPORTED, Outcome, SMCCC_VERSION};
-use crate::arch::aarch64::state::{PSCI_1_1, Power, Start};
+use crate::arch::aarch64::state::{PSCI_1_3, Power, Start};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 
-/// PSCI 0.2. The major version is in the upper half.
+/// PSCI 0.2 and 1.1. The major version is in the upper half.
 pub(super) const VERSION_0_2: u64 = 2;
+pub(super) const VERSION_1_1: u64 = 0x1_0001;
 
 /// The results of PSCI.
 const INVALID_PARAMETERS: u64 = -2i64 as u64;
@@ -38,7 +39,12 @@ mod function {
     pub(super) const PSCI_FEATURES: u32 = 0x8400_000a;
     pub(super) const SYSTEM_SUSPEND: u32 = 0x8400_000e;
     pub(super) const SYSTEM_RESET2: u32 = 0x8400_0012;
+    pub(super) const SYSTEM_OFF2: u32 = 0x8400_0015;
 }
+
+/// SYSTEM_OFF2's type for hibernation, and the bit for it in PSCI_FEATURES' answer.
+const HIBERNATE_OFF: u64 = 1;
+
 /// Whether a function is PSCI's.
 pub(super) fn has(number: u32) -> bool {
     FUNCTIONS.contains(&(number & !CALL64))
@@ -80,11 +86,18 @@ impl VmObject {
             function::SYSTEM_SUSPEND if version > VERSION_0_2 && self.arch.can_suspend() => {
                 Outcome::Suspend
             }
-            function::SYSTEM_RESET2 if version >= PSCI_1_1 => match a {
+            function::SYSTEM_RESET2 if version >= VERSION_1_1 => match a {
                 // The architectural warm reset, and the resets that vendors define.
                 0 | 0x8000_0000..=0xffff_ffff => Outcome::System {
                     kind: KVM_SYSTEM_EVENT_RESET,
                     flags: KVM_SYSTEM_EVENT_RESET_FLAG_PSCI_RESET2.into(),
+                },
+                _ => returns(INVALID_PARAMETERS),
+            },
+            function::SYSTEM_OFF2 if version >= PSCI_1_3 => match (a, b) {
+                (0 | HIBERNATE_OFF, 0) => Outcome::System {
+                    kind: KVM_SYSTEM_EVENT_SHUTDOWN,
+                    flags: KVM_SYSTEM_EVENT_SHUTDOWN_FLAG_PSCI_OFF2.into(),
                 },
                 _ => returns(INVALID_PARAMETERS),
             },
@@ -129,7 +142,8 @@ impl VmObject {
         let is64 = number & CALL64 != 0;
         match number & !CALL64 {
             number if is64 && !has_64_bits(number) => NOT_SUPPORTED,
-            function::SYSTEM_RESET2 if version < PSCI_1_1 => NOT_SUPPORTED,
+            function::SYSTEM_RESET2 if version < VERSION_1_1 => NOT_SUPPORTED,
+            function::SYSTEM_OFF2 if version >= PSCI_1_3 => HIBERNATE_OFF,
             function::SYSTEM_SUSPEND if self.arch.can_suspend() => 0,
             SMCCC_VERSION
             | function::PSCI_VERSION
@@ -159,5 +173,6 @@ fn has_64_bits(number: u32) -> bool {
             | function::AFFINITY_INFO
             | function::SYSTEM_SUSPEND
             | function::SYSTEM_RESET2
+            | function::SYSTEM_OFF2
     )
 }

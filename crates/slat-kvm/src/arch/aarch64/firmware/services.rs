@@ -4,7 +4,7 @@
 use crate::arch::aarch64::firmware::NOT_SUPPORTED;
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::settings::{
-    FEATURES, HOST_CLOCK, HYPERVISOR, RANDOM_NUMBERS, STANDARD, STOLEN_TIME, VENDOR,
+    FEATURES, HOST_CLOCK, HYPERVISOR, RANDOM_NUMBERS, STANDARD, STOLEN_TIME, VENDOR, VENDOR_64,
 };
 use crate::arch::aarch64::timer::Which;
 use slat_process::calls::{self, Call};
@@ -72,7 +72,11 @@ pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> 
             _ => value(NOT_SUPPORTED),
         },
         STOLEN_TIME_ADDRESS => value(machine.start_stolen_time().unwrap_or(NOT_SUPPORTED)),
-        VENDOR_FEATURES => value(machine.settings().services(VENDOR).unwrap_or(0)),
+        VENDOR_FEATURES => {
+            let settings = machine.settings();
+            let list = |register| settings.services(register).unwrap_or(0);
+            [list(VENDOR), 0, list(VENDOR_64), 0]
+        }
         VENDOR_UID => KVM_UID,
         _ => host_clock(machine, a),
     })

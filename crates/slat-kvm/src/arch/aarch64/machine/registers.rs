@@ -1,5 +1,6 @@
 //! The system registers that the machine has: those that identify the processor's place and its caches, and the timers'.
 
+use crate::arch::aarch64::identification::IdRegister;
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::timer;
 use slat_a64::SystemName;
@@ -15,7 +16,7 @@ const CLIDR_EXISTS: u64 = (1 << 47) - 1;
 const AIDR: SystemName = SystemName::new(3, 1, 0, 0, 7);
 
 /// The registers of `KVM_GET_REG_LIST` besides the timers' and those that the guest does not have.
-const LISTED: [SystemName; 4] = [MPIDR, CLIDR, CSSELR, AIDR];
+const LISTED: [SystemName; 3] = [MPIDR, CLIDR, CSSELR];
 
 /// FPEXC32_EL2: RES1 bits of a register of AArch32, which is there to be saved and restored.
 const FPEXC32: SystemName = SystemName::new(3, 4, 5, 3, 0);
@@ -59,7 +60,11 @@ impl VcpuMachine {
             MPIDR if el1 => self.common.arch.mpidr(),
             CLIDR if el1 => self.cache_levels,
             // There is no level of caches that software has to manage, so no cache can be selected.
-            CCSIDR | AIDR if el1 => 0,
+            CCSIDR if el1 => 0,
+            AIDR if el1 => {
+                let register = IdRegister::of(AIDR)?;
+                self.settings().identification().get(register)
+            }
             CSSELR if el1 => self.cache_selector,
             _ if el1 && DEBUGGER.contains(&name) => 0,
             _ => match Icc::from_encoding(name.0).filter(|_| el1) {
