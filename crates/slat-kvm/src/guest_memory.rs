@@ -48,8 +48,9 @@ pub(crate) struct GuestMemory {
     vm: Arc<EngineVm>,
     /// The translations that were used last. A page's index is its page number modulo the number of elements.
     pages: [Option<Page>; Self::PAGES],
-    /// The number of times that all translations were dropped. The number wraps around.
-    flushes: u32,
+    /// The number of times that all translations were dropped. Wraps around. A machine that keeps translations of its
+    /// own drops them when the number has changed.
+    pub(crate) flushes: u32,
     /// The fault of the last access in this run that stopped because of a memory fault.
     pub(crate) memory_fault: Option<MemoryFault>,
     /// Whether a signal interrupted an access in this run, while the access waited for the host to provide memory.
@@ -81,13 +82,6 @@ impl GuestMemory {
     pub(crate) fn flush(&mut self) {
         self.pages.fill(None);
         self.flushes = self.flushes.wrapping_add(1);
-    }
-
-    /// Returns a number that changes when all translations are dropped. A machine that keeps translations of its own
-    /// drops them when the number has changed.
-    #[inline(always)]
-    pub(crate) fn flushes(&self) -> u32 {
-        self.flushes
     }
 
     /// Translates a guest-physical page to its host page, and keeps the translation. Used for pages of the guest's

@@ -60,11 +60,6 @@
 //! (`crates/slat/tests/architecture`). Modules for state, and for devices inside a VM, do not know the VM. A VM knows
 //! its vCPUs only as targets of interrupts. A vCPU and its machine know their VM.
 
-#![cfg_attr(
-    target_arch = "aarch64",
-    expect(dead_code, reason = "only guests of x86 use it yet")
-)]
-
 pub mod filters;
 pub mod notify;
 pub mod publish;

@@ -3,13 +3,10 @@
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat
 //! explains refused calls. Without `SLAT_LOG`, slat still reports each instruction that its CPU does not have, once.
 
-use crate::process::PerProcess;
 use slat_process::file_size::limited;
 use slat_process::once::Computed;
-use std::collections::BTreeSet;
-use std::fmt::{Display, Write as _};
+use std::fmt::Display;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 
 /// Whether slat explains refused calls (`SLAT_LOG`).
 fn explains() -> bool {
@@ -62,20 +59,4 @@ pub(crate) fn refused_ioctl(request: u32, errno: i32) {
             None => say(format_args!("ioctl {request:#x} is not supported")),
         }
     }
-}
-
-/// Reports an instruction that the CPU cannot execute. Reports the same bytes only once, and at most 64 instructions.
-pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
-    static SAID: PerProcess<Mutex<BTreeSet<Vec<u8>>>> = PerProcess::new();
-    let mut said = SAID.get().lock().unwrap_or_else(PoisonError::into_inner);
-    if said.len() >= 64 || !said.insert(bytes.to_vec()) {
-        return;
-    }
-    let mut hex = String::new();
-    for byte in bytes {
-        let _ = write!(hex, " {byte:02x}");
-    }
-    say(format_args!(
-        "vCPU {vcpu} at {rip:#x} cannot execute{hex}: {reason}"
-    ));
 }

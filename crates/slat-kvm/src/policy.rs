@@ -245,11 +245,6 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
 }
 
-/// Returns the policies of this process's CPUs; the defaults if the environment is invalid.
-pub(crate) fn of_cpus() -> CpuPolicies {
-    current().map_or_else(|_| CpuPolicies::default(), |policies| policies.cpu)
-}
-
 /// Whether clients may have memslots with `KVM_MEM_USERFAULT`.
 pub(crate) fn userfault() -> bool {
     current().is_ok_and(|policies| policies.userfault)

@@ -10,14 +10,15 @@ use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+/// What the thread waits for.
 #[derive(Default)]
-struct Recovery {
+pub(crate) struct Recovery {
     /// The number of times that parameters have changed. Each change restarts the period.
     changes: Mutex<u64>,
-    changed: Condvar,
+    pub(crate) changed: Condvar,
 }
 
-static RECOVERY: PerProcess<Recovery> = PerProcess::new();
+pub(crate) static RECOVERY: PerProcess<Recovery> = PerProcess::new();
 
 /// Returns the time between two recoveries; `None` if recovery is off. With a period of 0, the ratio determines the
 /// time: all pages are recovered within an hour, as in KVM.
@@ -47,17 +48,9 @@ pub(crate) fn begin() {
     }
 }
 
-/// Restarts the period, and starts the thread if recovery is enabled now. Call after a parameter has changed.
-pub(crate) fn reconsider() {
-    begin();
-    if let Some(recovery) = RECOVERY.peek() {
-        *recovery.lock() += 1;
-        recovery.changed.notify_one();
-    }
-}
-
 impl Recovery {
-    fn lock(&self) -> std::sync::MutexGuard<'_, u64> {
+    /// Locks the number of changes.
+    pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, u64> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -9,7 +9,7 @@ use kvm_bindings::*;
 pub(crate) const MAX_ROUTES: u32 = 4096;
 /// All routes of a VM, by GSI.
 #[derive(Debug, Default)]
-pub(crate) struct Routes(Vec<(u32, Target)>);
+pub(crate) struct Routes(pub(crate) Vec<(u32, Target)>);
 
 impl Routes {
     /// Makes routes of a list that is sorted by GSI.
@@ -63,12 +63,5 @@ impl Routes {
     /// Returns the first GSI that is routed to `target`. `None`: no GSI is routed to it.
     pub(crate) fn gsi_of(&self, target: Target) -> Option<u32> {
         (self.0.iter().find(|route| route.1 == target)).map(|route| route.0)
-    }
-
-    /// Returns the targets of the GSIs below `end`.
-    pub(crate) fn below(&self, end: u32) -> impl Iterator<Item = Target> + '_ {
-        (self.0.iter())
-            .take_while(move |route| route.0 < end)
-            .map(|route| route.1)
     }
 }

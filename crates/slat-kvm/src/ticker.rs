@@ -60,6 +60,12 @@ pub(crate) enum Alarm {
     Vm(Weak<dyn VmTimers>, VmTimer),
 }
 
+impl From<(Weak<dyn VmTimers>, VmTimer)> for Alarm {
+    fn from((timers, timer): (Weak<dyn VmTimers>, VmTimer)) -> Self {
+        Alarm::Vm(timers, timer)
+    }
+}
+
 /// The owner of a VM's timers.
 pub(crate) trait VmTimers: Send + Sync {
     /// Handles the deadline of `timer`. The ticker calls this on its own thread, and holds no lock. The method must not

@@ -17,7 +17,7 @@ pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,
     /// Maps the addresses by which interrupts name vCPUs to indices in `by_id`. The map's memory is allocated for all
     /// vCPUs in advance.
-    map: VcpuMap,
+    pub(crate) map: VcpuMap,
 }
 
 impl Deref for Vcpus {
@@ -48,13 +48,9 @@ impl Vcpus {
         self.map_again();
     }
 
-    fn map_again(&mut self) {
+    /// Call after a change that may give a vCPU another address.
+    pub(crate) fn map_again(&mut self) {
         self.map.rebuild(&self.by_id);
-    }
-
-    /// Returns the map of the addresses by which interrupts name the vCPUs.
-    pub(crate) fn map(&self) -> &VcpuMap {
-        &self.map
     }
 }
 
@@ -69,10 +65,5 @@ impl Targets {
 
     pub(crate) fn write(&self) -> RwLockWriteGuard<'_, Vcpus> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Call after a change that may give a vCPU another address. Call with no vCPU's local controller locked.
-    pub(crate) fn addresses_changed(&self) {
-        self.write().map_again();
     }
 }

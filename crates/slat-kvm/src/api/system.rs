@@ -18,7 +18,8 @@ pub struct Kvm {
     pub(crate) system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
-    cpu: CpuChoice,
+    /// The policies of the CPUs that a program has chosen, whatever the environment says.
+    pub(crate) cpu: CpuChoice,
 }
 
 impl Kvm {
@@ -52,11 +53,6 @@ impl Kvm {
     {
         check_path(kvm_path.as_ref())?;
         Kvm::new()
-    }
-
-    /// Makes VMs whose CPUs have the policies in `cpu`. The environment has no effect on these policies.
-    pub(crate) fn with_cpu(self, cpu: CpuChoice) -> Self {
-        Kvm { cpu, ..self }
     }
 
     /// Returns a descriptor. [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm` of this descriptor, even in a

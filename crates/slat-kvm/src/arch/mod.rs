@@ -23,7 +23,7 @@
 //! | its machine | `VcpuMachine`, which holds the engine's vCPU: `begin_to_run`, `stop_running`, `begin_execution`, `write_clocks`, `timer_rang`, `flush_shadowed`, `forget_pages`, `read_here`, `write_here`, `translate_for_client`, `stack` with `MOST_FRAMES` | |
 //! | `KVM_RUN` | `reason`, `trace_entry`, `trace_exit` | of `VcpuObject`, in this order: `prepare`, `begin_run`, `update_guest`, `deliver_events`, `handle` for each exit, `has_late_exit`, `publish`; of `Inner`: `begin_requested`, `enters_guest`, `left_guest` |
 //! | a debugger | `Probe`, `ProbeHit`, `ProbeKind`, `REGISTERS`, `BLOCK`, `get_registers`, `set_register` | |
-//! | statistics | `Counters`, `Exits`, `NEVER`, `NEVER_IN`, `meaning`, `ticks`, `ticks_khz` | |
+//! | statistics | `Counters`, `Exits`, `Reason` with `NAMES`, `NEVER`, `NEVER_IN`, `meaning`, `ticks`, `ticks_khz` | |
 //! | the compiler | `prepare_compiler`, `why_not_compiled` | |
 //! | the Rust API | `exit` for the exits that not every architecture has, `for_clients` | of `Kvm`: `create_vm`; kvm-ioctls' methods that only this architecture has |
 //! | slat's other crates | `for_other_crates`, with `perf` | |
@@ -48,7 +48,7 @@ pub(crate) use chosen::{
     chips::Controllers,
     clock::{note_start, ticks, ticks_khz},
     compiler::{prepare as prepare_compiler, why_not as why_not_compiled},
-    counters::{Exits, NEVER, NEVER_IN, meaning, reason},
+    counters::{Exits, NEVER, NEVER_IN, Reason, meaning, reason},
     devices::{Device, VmTimer},
     exits::exit,
     formats::table_formats,

@@ -141,10 +141,6 @@ pub(crate) struct StealTime {
     thread: Option<Shared<Thread>>,
     /// The reading of `thread` up to which the guest's steal time counts; `None` before the first reading.
     told: Option<u64>,
-    /// Whether the guest's structure has to be written although no time was stolen.
-    pub(crate) changed: bool,
-    /// Whether the guest's structure says that the vCPU does not run.
-    pub(crate) preempted: bool,
     /// When the vCPU stopped running.
     left: Option<Instant>,
 }

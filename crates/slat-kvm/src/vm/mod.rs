@@ -33,14 +33,12 @@ use kvm_bindings::*;
 use slat::MmuKind;
 use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
 
-/// The address space that a VM's vCPUs use, unless the architecture has a mode with another address space.
-pub(crate) const ORDINARY: usize = 0;
 /// A VM. Its vCPUs keep the VM alive, so the VM lives on after its descriptor is closed.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     /// The VM's number: how many VMs the process had created before this VM.
     pub(crate) number: u64,
-    life: Life,
+    pub(crate) life: Life,
     pub(crate) interrupts: Arc<Interrupts>,
     /// The devices that the guest reaches without the client.
     pub(crate) bus: Bus,
@@ -127,11 +125,6 @@ impl VmObject {
     /// `EIO` in a forked child, and after a call that panicked.
     pub(crate) fn still_alive(&self) -> Result<()> {
         self.life.check()
-    }
-
-    /// Makes the VM dead, because its guest cannot continue. After that all calls return `EIO`.
-    pub(crate) fn end_life(&self) {
-        self.life.end(&self.engine);
     }
 
     /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`). The

@@ -2,7 +2,6 @@
 
 use crate::arch::aarch64::cpu::Exit;
 use crate::counters::exits;
-use crate::exit_times::Reason;
 
 exits! {
     /// Exits of the CPU, for any reason.
@@ -28,6 +27,19 @@ impl Exits {
     pub(crate) fn count(&self, _: &Exit) {
         self.exits.add(1);
     }
+}
+
+/// The reasons of exits whose times are counted separately.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    Mmio,
+    Interrupt,
+    Other,
+}
+
+impl Reason {
+    /// The names of the reasons, in the order of [`Reason`].
+    pub(crate) const NAMES: [&str; 3] = ["mmio", "interrupt", "other"];
 }
 
 /// Returns the reason of an exit. `None`: the exit is a halt, whose time is counted separately.

@@ -2,6 +2,7 @@
 //! first vCPU exists. At that time the client has not yet installed a seccomp filter that could forbid the threads'
 //! system calls. A forked child that creates VMs starts threads of its own.
 
+use crate::arch::x86_64::cpu_policies;
 use crate::arch::x86_64::perf;
 use crate::arch::x86_64::policy::Jit;
 use crate::background::{self, Background};
@@ -29,7 +30,7 @@ static COMPILING: PerProcess<Compiling> = PerProcess::new();
 impl Default for Compiling {
     fn default() -> Self {
         let compiler = Compiler::try_new().ok();
-        let observer = perf::observer(policy::of_cpus().jit_map);
+        let observer = perf::observer(cpu_policies::current().jit_map);
         if let (Some(compiler), Some(observer)) = (&compiler, observer) {
             symbols::of_guests();
             compiler.observe(observer);

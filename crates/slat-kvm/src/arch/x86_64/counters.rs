@@ -1,7 +1,6 @@
 //! x86's own counters of a vCPU, besides those that every architecture has.
 
 use crate::counters::exits;
-use crate::exit_times::Reason;
 use slat_x86::Exit;
 
 exits! {
@@ -65,6 +64,20 @@ impl Exits {
             | Exit::Probe(_) => {}
         }
     }
+}
+
+/// The reasons of exits whose times are counted separately.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    Io,
+    Mmio,
+    Interrupt,
+    Other,
+}
+
+impl Reason {
+    /// The names of the reasons, in the order of [`Reason`].
+    pub(crate) const NAMES: [&str; 4] = ["io", "mmio", "interrupt", "other"];
 }
 
 /// Returns the reason of an exit. `None`: the exit is a halt, whose time is counted separately.

@@ -5,10 +5,10 @@
 //! vendor that their own CPUID instruction returns. The features are always those of the software CPU.
 
 use crate::arch::x86_64::cpu_features;
+use crate::arch::x86_64::cpu_policies;
 use crate::arch::x86_64::policy::Processor;
 use crate::errno::{Result, fail};
 use crate::heap;
-use crate::policy;
 use kvm_bindings::*;
 use slat_process::once::Computed;
 use slat_x86::state::xcr0;
@@ -190,7 +190,7 @@ const INTEL: Identity = identity_of(b"GenuineIntel", 0x000a_06f3);
 /// Returns the processor that the policy `cpu` chooses.
 fn identity() -> Identity {
     static IDENTITY: Computed<Identity> = Computed::new();
-    *IDENTITY.get_or_init(|| match policy::of_cpus().processor {
+    *IDENTITY.get_or_init(|| match cpu_policies::current().processor {
         Processor::Host => {
             let host = host_leaf(0, 0);
             Identity {
@@ -345,7 +345,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
         signature,
     } = identity;
     let amd = identity.is_amd();
-    let nested = policy::of_cpus().nested;
+    let nested = cpu_policies::current().nested;
     // The leaf does not have the TSC-deadline bit, because that timer belongs to the local APIC, which the client may
     // emulate. KVM_CAP_TSC_DEADLINE_TIMER reports the timer of slat's own local APIC.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();

@@ -10,3 +10,5 @@ pub const USER_END: u64 = (1 << 47) - 4096;
 pub const MEMORY_ATTRIBUTES: u32 = kvm_bindings::KVM_MEMORY_ATTRIBUTE_PRIVATE;
 /// The number of address spaces of a VM: one for system management mode, and one for all other modes.
 pub const ADDRESS_SPACES: u32 = 2;
+/// The address space of vCPUs that are not in system management mode.
+pub(crate) const ORDINARY: usize = 0;

@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | base | `abi`, `plain` | KVM's request numbers and structs |
 //! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
-//! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's modules |
+//! | | `policy`, `cpu_policies`, `parameters` | policies of the CPU, and those of this process; parameters of KVM's modules |
 //! | parts | `port_data` | the port-data page of a vCPU |
 //! | | `exits` | the exits that only x86 has, for the Rust API |
 //! | | `table_cache` | the last translations by the guest's tables that the CPU's TLB cannot hold |
@@ -44,6 +44,7 @@ pub(crate) mod clock;
 pub(crate) mod compiler;
 pub(crate) mod counters;
 pub(crate) mod cpu_features;
+mod cpu_policies;
 mod device_attr;
 pub(crate) mod devices;
 pub(crate) mod events;

@@ -1,5 +1,6 @@
 //! The parameters of KVM's modules for x86, and the effect of writing them.
 
+use crate::arch::x86_64::cpu_policies;
 use crate::arch::x86_64::limits::USER_END;
 use crate::arch::x86_64::policy::NESTED;
 use crate::engine::EngineVm;
@@ -56,7 +57,7 @@ pub(crate) fn value(name: &str) -> Option<String> {
     let yes_or_no = |is_set| if is_set { "Y" } else { "N" }.to_owned();
     match name {
         // KVM's module for AMD processors shows 1 or 0, not Y or N.
-        NESTED => Some(u8::from(policy::of_cpus().nested).to_string()),
+        NESTED => Some(u8::from(cpu_policies::current().nested).to_string()),
         TDP_MMU => {
             let has_it = policy::current().is_ok_and(|policies| policies.mmu == MmuKind::Tdp);
             Some(yes_or_no(has_it))
@@ -94,8 +95,17 @@ pub(crate) fn write(name: &str, text: &str) -> Result<()> {
             drop(vm.invalidate(Hva(0)..Hva(USER_END)));
         }
     }
-    recovery::reconsider();
+    reconsider_recovery();
     Ok(())
+}
+
+/// Restarts the period of recovery, and starts its thread if recovery is enabled now. Call after a parameter has changed.
+fn reconsider_recovery() {
+    recovery::begin();
+    if let Some(recovery) = recovery::RECOVERY.peek() {
+        *recovery.lock() += 1;
+        recovery.changed.notify_one();
+    }
 }
 
 fn is_without_nx(vm: &Arc<EngineVm>) -> bool {

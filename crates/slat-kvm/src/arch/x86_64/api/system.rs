@@ -17,8 +17,9 @@ impl Kvm {
     /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this.
     /// (`kvm_ioctls` has no such method.)
     #[must_use]
-    pub fn with_jit(self, jit: Jit) -> Self {
-        self.with_cpu(CpuChoice { jit: Some(jit) })
+    pub fn with_jit(mut self, jit: Jit) -> Self {
+        self.cpu = CpuChoice { jit: Some(jit) };
+        self
     }
 
     /// Carries out `KVM_GET_EMULATED_CPUID`.

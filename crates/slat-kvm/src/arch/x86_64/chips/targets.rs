@@ -21,7 +21,7 @@ impl Targets {
         let vcpus = self.read();
         let sender = from.and_then(|from| vcpus.place(from.id).ok());
         let mut sent = Sent::default();
-        vcpus.map().route(message, sender, |place| {
+        vcpus.map.route(message, sender, |place| {
             match vcpus[place].deliver(message) {
                 Request::Refused => {}
                 Request::Merged => sent.taken += 1,
@@ -34,11 +34,16 @@ impl Targets {
         sent
     }
 
+    /// Call after a change that may give a vCPU another address. No vCPU's part of the controllers may be locked.
+    pub(crate) fn addresses_changed(&self) {
+        self.write().map_again();
+    }
+
     /// Ends the halt of the vCPU with this APIC id. If the vCPU is not halted, ends its next halt.
     pub(crate) fn end_halt(&self, apic_id: u32) {
         let vcpus = self.read();
         vcpus
-            .map()
+            .map
             .visit(Destination::Physical(apic_id), None, |place| {
                 vcpus[place].end_halt();
             });

@@ -16,7 +16,7 @@ use std::sync::{Arc, Weak};
 impl Interrupts {
     fn alarm(self: &Arc<Self>, timer: VmTimer) -> Alarm {
         let this: Weak<dyn VmTimers> = Arc::<Self>::downgrade(self);
-        Alarm::Vm(this, timer)
+        (this, timer).into()
     }
 
     /// Creates an I/O APIC and the 8259 pair. Every vCPU that is created later has a local APIC.

@@ -127,8 +127,8 @@ impl Interrupts {
     pub(crate) fn routes_changed(&self, routes: &Routes) {
         if let Some(Model::Split { pins, reported }) = self.arch.model.get() {
             let mut vectors = [0; 4];
-            for target in routes.below(*pins) {
-                let Target::Msi { address, data } = target else {
+            for (_, target) in routes.0.iter().take_while(|route| route.0 < *pins) {
+                let Target::Msi { address, data } = *target else {
                     continue;
                 };
                 let message = self.message(address, data);

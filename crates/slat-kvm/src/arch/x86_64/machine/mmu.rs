@@ -395,7 +395,7 @@ impl Mmu for VcpuMachine {
     fn translate(&mut self, gva: u64, kind: Access, paging: &Paging) -> Result<HostPage, Fault> {
         let access = slat_access(kind);
         let linear = gva & !(PAGE - 1);
-        let device = (self.tables).device(self.memory.flushes(), linear, kind, paging);
+        let device = (self.tables).device(self.memory.flushes, linear, kind, paging);
         let page = if let Some(page) = device {
             page
         } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
@@ -428,7 +428,7 @@ impl Mmu for VcpuMachine {
                     paging: *paging,
                     page,
                 };
-                self.tables.keep_device(self.memory.flushes(), known);
+                self.tables.keep_device(self.memory.flushes, known);
                 Err(Fault::Mmio {
                     gpa: gpa | (gva % PAGE),
                 })

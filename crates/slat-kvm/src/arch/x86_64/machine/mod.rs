@@ -20,6 +20,7 @@ use crate::arch::x86_64::clock::{self, Tsc, TscChange, host_tsc};
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::exit::ClientCall;
 use crate::arch::x86_64::hyperv::VcpuHyperv;
+use crate::arch::x86_64::limits::ORDINARY;
 use crate::arch::x86_64::msr::index;
 use crate::arch::x86_64::msr::mce::MachineCheck;
 use crate::arch::x86_64::msr::stored::Stored;
@@ -28,16 +29,16 @@ use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
 use crate::errno::Result;
 use crate::guest_memory::GuestMemory;
-use crate::steal_time::StealTime;
 use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;
-use crate::vm::{ORDINARY, VmObject};
+use crate::vm::VmObject;
 use kvm_bindings::kvm_cpuid_entry2;
 use slat::{MmuKind, Shared};
 use slat_irqchip::lapic::{self, BASE_X2APIC, Effect, Lapic};
 use slat_trace::{Eoi, point};
 use slat_x86::MsrFault;
 use std::sync::{Arc, MutexGuard};
+use steal_time::Steal;
 
 /// The parts of a vCPU besides its registers.
 pub(crate) struct VcpuMachine {
@@ -54,7 +55,7 @@ pub(crate) struct VcpuMachine {
     pub(crate) hyperv: VcpuHyperv,
     /// The hypercall that the client has to carry out. The CPU has stopped because of this hypercall.
     pub(crate) client_call: Option<ClientCall>,
-    pub(crate) steal: StealTime,
+    steal: Steal,
     /// The guest-physical address of the word in which the guest keeps its task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
@@ -130,7 +131,7 @@ impl VcpuMachine {
             mce: MachineCheck::default(),
             hyperv: VcpuHyperv::default(),
             client_call: None,
-            steal: StealTime::default(),
+            steal: Steal::default(),
             vapic: None,
             pv_eoi_offered: false,
             pages_are_ready: false,

@@ -2,11 +2,11 @@
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::arch::x86_64::clock::{TscChange, ordered_tsc};
+use crate::arch::x86_64::cpu_policies;
 use crate::arch::x86_64::machine::{VcpuMachine, speculation};
 use crate::arch::x86_64::msr::index::*;
 use crate::arch::x86_64::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
 use crate::arch::x86_64::{cpu_features, cpuid};
-use crate::policy;
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_hyperv::Writer;
 use slat_hyperv::msr::is_synthetic;
@@ -58,7 +58,7 @@ fn is_memory_type(kind: u8) -> bool {
 
 /// Returns the bits that a client can set in EFER.
 fn known_efer() -> u64 {
-    match policy::of_cpus().nested {
+    match cpu_policies::current().nested {
         true => control::EFER_KNOWN,
         false => control::EFER_KNOWN & !control::EFER_SVME,
     }

@@ -59,7 +59,7 @@ struct Walked<'a> {
 impl Walked<'_> {
     /// Returns the cached translation of the L2-physical address `gpa`, if there is one and it allows `access`.
     fn known(&mut self, gpa: u64, access: slat::Access) -> Option<GuestPage> {
-        let flushes = self.machine.memory.flushes();
+        let flushes = self.machine.memory.flushes;
         (self.machine.tables).nested(flushes, self.of, gpa, access)
     }
 
@@ -74,7 +74,7 @@ impl Walked<'_> {
             WalkError::Memory(fault) => fault,
         })?;
         let machine = &mut *self.machine;
-        let flushes = machine.memory.flushes();
+        let flushes = machine.memory.flushes;
         machine.tables.keep_nested(flushes, gpa, page);
         Ok(page)
     }

@@ -2,7 +2,7 @@
 
 use super::VcpuMachine;
 use crate::arch::x86_64::cpuid;
-use crate::vm::ORDINARY;
+use crate::arch::x86_64::limits::ORDINARY;
 use slat_x86::SmramMap;
 
 impl VcpuMachine {

@@ -2,7 +2,7 @@
 
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::{KVM_ENABLED, index};
-use crate::steal_time::is_available;
+use crate::steal_time::{StealTime, is_available};
 use crate::thread::bits;
 use slat_x86::MsrFault;
 
@@ -14,6 +14,16 @@ const VERSION: u64 = 8;
 const PREEMPTED: u64 = 16;
 /// The value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
 const PREEMPTED_NOW: u8 = 1;
+
+/// The steal time of a vCPU, and what its guest has not been told yet.
+#[derive(Debug, Default)]
+pub(crate) struct Steal {
+    time: StealTime,
+    /// Whether the guest's structure has to be written although no time was stolen.
+    changed: bool,
+    /// Whether the guest's structure says that the vCPU does not run.
+    preempted: bool,
+}
 
 impl VcpuMachine {
     /// Returns the guest-physical address of the guest's steal-time structure, if the guest has set an address.
@@ -39,7 +49,7 @@ impl VcpuMachine {
     /// Clears `MSR_KVM_STEAL_TIME` and stops watching the thread.
     pub(crate) fn end_steal_time(&mut self) {
         self.store(index::KVM_STEAL_TIME, 0);
-        self.steal.forget();
+        self.steal.time.forget();
         (self.steal.changed, self.steal.preempted) = (false, false);
     }
 
@@ -47,7 +57,7 @@ impl VcpuMachine {
     /// engine's reader section.
     pub(crate) fn begin_to_run(&mut self) {
         if self.steal_time_address().is_some() {
-            self.steal.begin();
+            self.steal.time.begin();
         }
     }
 
@@ -55,7 +65,7 @@ impl VcpuMachine {
     /// and before `KVM_RUN` returns. Call inside the engine's reader section.
     pub(crate) fn stop_running(&mut self) {
         if let Some(address) = self.steal_time_address() {
-            self.steal.end();
+            self.steal.time.end();
             // As with KVM, the structure is written at the next start even if no time was stolen, so its version counts
             // how often the vCPU has begun to run.
             self.steal.changed = true;
@@ -69,14 +79,14 @@ impl VcpuMachine {
         let Some(address) = self.steal_time_address() else {
             return;
         };
-        if !self.steal.is_watching() {
+        if !self.steal.time.is_watching() {
             // The guest has enabled steal time during this run, so counting has not begun yet.
-            self.outside(|machine| machine.steal.begin());
+            self.outside(|machine| machine.steal.time.begin());
         }
         if std::mem::take(&mut self.steal.preempted) {
             self.write_guest(address + PREEMPTED, &[0]);
         }
-        let Some((stolen, waited)) = self.steal.stolen() else {
+        let Some((stolen, waited)) = self.steal.time.stolen() else {
             return;
         };
         if !std::mem::take(&mut self.steal.changed) && stolen == 0 {
@@ -95,7 +105,7 @@ impl VcpuMachine {
             && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())
             && self.write_guest(address + VERSION, &odd.wrapping_add(1).to_le_bytes())
         {
-            self.steal.was_told(waited);
+            self.steal.time.was_told(waited);
         }
     }
 }

@@ -11,6 +11,7 @@ mod accesses;
 mod hyperv;
 mod interrupts;
 mod smm;
+mod unknown;
 
 use crate::arch::x86_64::exit::{self, ClientCall};
 use crate::arch::x86_64::machine::hypercall::store_result;
@@ -25,7 +26,7 @@ use crate::run::{LONGEST_SLEEP, Next};
 use crate::signals::Masked;
 use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};
-use crate::{messages, ticker, trace};
+use crate::{ticker, trace};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_x86::state::flags;
@@ -275,7 +276,7 @@ impl VcpuObject {
             } => exit::delivery(page, vector, software, gpa),
             Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
             Exit::Emulation { bytes, len, reason } => {
-                messages::cannot_execute(
+                unknown::cannot_execute(
                     self.common().id,
                     inner.cpu.state.rip,
                     &bytes[..len.into()],

@@ -1,12 +1,12 @@
 //! System management mode: entry by an SMI, and return by RSM.
 
+use crate::arch::x86_64::limits::ORDINARY;
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::index::SMI_COUNT;
 use crate::arch::x86_64::vm::SMM;
 use crate::errno::{Result, fail};
 use crate::run::Next;
 use crate::vcpu::{Inner, VcpuObject};
-use crate::vm::ORDINARY;
 use kvm_bindings::KVM_EXIT_SHUTDOWN;
 use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
@@ -37,7 +37,7 @@ impl VcpuObject {
         } else {
             machine.use_space(ORDINARY);
             if !machine.is_called_out() {
-                self.vm.end_life();
+                self.vm.life.end(&self.vm.engine);
                 return fail(libc::EIO);
             }
         }
