@@ -15,6 +15,8 @@ pub struct Experiment {
     pub explain: &'static str,
     /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,
+    /// Whether the VMs have no guests, so that their tables can be those of another architecture.
+    pub(crate) any_tables: bool,
     /// Measures the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
     /// Returns the lines of the table, with their goals.
@@ -32,6 +34,11 @@ pub(crate) enum Settable {
 }
 
 impl Experiment {
+    /// Whether the experiment can be measured with the tables of another architecture.
+    pub fn takes_other_tables(&self) -> bool {
+        self.any_tables
+    }
+
     /// Whether a user can set the policy called `name` for the VMs of this experiment.
     pub fn takes_policy(&self, name: &str) -> bool {
         match self.settable {

@@ -144,6 +144,10 @@ pub struct Bench {
     #[arg(long = "set", value_name = "POLICY=VALUE")]
     pub set: Vec<Assignment>,
 
+    /// Measure the tables of this architecture, written by this machine's processor (only `split`)
+    #[arg(long, value_name = "ARCH", value_parser = architectures())]
+    pub arch: Option<String>,
+
     /// Also write the measurements as JSON; without FILE, to standard output
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
@@ -158,7 +162,7 @@ pub struct Bench {
     pub materials: Option<PathBuf>,
 
     /// Say what is measured and why, and measure nothing
-    #[arg(long, conflicts_with_all = ["full", "set", "json", "html", "materials"])]
+    #[arg(long, conflicts_with_all = ["full", "set", "arch", "json", "html", "materials"])]
     pub explain: bool,
 }
 
@@ -331,7 +335,11 @@ fn experiments() -> PossibleValuesParser {
     PossibleValuesParser::new(names.chain(missing))
 }
 
-/// Returns the MMUs that can make tables of a format of this architecture.
+fn architectures() -> PossibleValuesParser {
+    PossibleValuesParser::new(host::TABLES.iter().map(|(name, _)| *name))
+}
+
+/// Returns the MMUs that have tables of a format of this architecture.
 pub fn mmus() -> impl Iterator<Item = MmuKind> {
     let formats = || FORMATS.iter().filter_map(|name| TableFormat::by_name(name));
     let mmus = MmuKind::ALL.iter().copied();
@@ -435,6 +443,12 @@ mod tests {
         }
         assert!(parse(&["bench", "nothing"]).is_err());
         assert!(parse(&["bench", "--explain", "--full"]).is_err());
+    }
+
+    #[test]
+    fn tables_are_those_of_a_known_architecture() {
+        assert_eq!(bench(&["split", "--arch", "arm64"]).arch.unwrap(), "arm64");
+        assert!(parse(&["bench", "split", "--arch", "vax"]).is_err());
     }
 
     #[test]

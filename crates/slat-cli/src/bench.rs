@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Others, Report, Size, html, show};
 use slat_kvm::policy::Assignment;
 
+use crate::arch::host;
 use crate::args::{ALL, Bench};
 use crate::output::{Pending, complain, print, say};
 use crate::run;
@@ -60,6 +61,10 @@ pub fn run(options: &Bench) -> ExitCode {
         // SAFETY: this process has no other thread yet.
         unsafe { env::set_var(name, policies) };
     }
+    if let Some(format) = other_tables(options) {
+        // SAFETY: this process has no other thread yet.
+        unsafe { env::set_var("SLAT_FORMAT", format) };
+    }
     match measure(&selection, options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
@@ -72,7 +77,16 @@ pub fn run(options: &Bench) -> ExitCode {
 /// Returns a sentence that says which experiments exist only on other architectures.
 fn not_measured(names: &[&str]) -> String {
     let names = names.join(", ");
-    format!("not measured here, because slat runs no guests of this architecture yet: {names}")
+    format!(
+        "not measured here, because there are no programs for guests of this architecture yet: {names}"
+    )
+}
+
+/// Returns the format of the tables, if they are not those of this machine's architecture.
+fn other_tables(options: &Bench) -> Option<&'static str> {
+    let asked = options.arch.as_deref()?;
+    let (_, format) = host::TABLES.iter().find(|(name, _)| *name == asked)?;
+    *format
 }
 
 /// Checks that the options are possible for every experiment.
@@ -86,6 +100,16 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
         if !refusing.is_empty() {
             return Err(format!(
                 "--set {policy} does not apply to what these experiments measure: {}",
+                refusing.join(", ")
+            ));
+        }
+    }
+    if other_tables(options).is_some() {
+        let refuses = |known: &&&Experiment| !known.takes_other_tables();
+        let refusing: Vec<_> = selection.iter().filter(refuses).map(|e| e.name).collect();
+        if !refusing.is_empty() {
+            return Err(format!(
+                "--arch is for experiments without guests, and not for {}",
                 refusing.join(", ")
             ));
         }

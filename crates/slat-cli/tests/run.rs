@@ -592,7 +592,7 @@ fn bench_names_what_needs_a_guest_that_is_missing() {
     for name in slat_bench::missing() {
         let output = scratch.slat(&["bench", name]);
         assert_eq!(output.status.code(), Some(1));
-        assert!(text(&output.stderr).contains("runs no guests of this architecture yet"));
+        assert!(text(&output.stderr).contains("no programs for guests of this architecture yet"));
         assert!(all.lines().last().unwrap().contains(name), "{all}");
     }
 }

@@ -53,6 +53,13 @@ macro_rules! formats {
                 }
             }
 
+            /// Whether the entries for tables have the right to write, so that they protect all pages below them.
+            pub fn protects_from_above(self) -> bool {
+                match self {
+                    $(TableFormat::$variant => <$format as slat::Format>::TABLE_WRITE != 0,)*
+                }
+            }
+
             /// Returns the format called `name`. `None`: there is no such format.
             pub fn by_name(name: &str) -> Option<Self> {
                 match name {

@@ -20,5 +20,5 @@ use aarch64 as chosen;
 #[cfg(target_arch = "x86_64")]
 use x86_64 as chosen;
 
+pub(crate) use chosen::real_kvm;
 pub use chosen::{EXPERIMENTS, Guests, as_client};
-pub(crate) use chosen::{Tables, real_kvm};

@@ -30,6 +30,7 @@ A sample counts only if no other program took a processor away and both threads 
 taken again otherwise, a number of times.
 limit: what two threads could do at best, twice the rate of one.",
     settable: Settable::None,
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

@@ -11,12 +11,11 @@ use kvm_bindings::{
     KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
     kvm_userspace_memory_region,
 };
-use slat::{Access, Format, Gpa, Setting, Stats, Stop};
+use slat::{Access, Gpa, MmuKind, Setting, Stats, Stop};
 use slat_demo::memory::Memory;
-use slat_kvm::engine::EngineVcpu;
+use slat_kvm::engine::{EngineVcpu, TableFormat};
 use slat_kvm::{Kvm, VmFd};
 
-use crate::arch::Tables;
 use crate::bare::{DATA, PAGE};
 use crate::compared::{Line, Rows};
 use crate::maps::Maps;
@@ -46,6 +45,7 @@ limit_seconds: the bytes of the new tables, written one after the other. Frames 
         "huge_pages",
         "hierarchical_protect",
     ]),
+    any_tables: true,
     run,
     compare,
     rows: Rows::Metrics,
@@ -213,8 +213,15 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         return Ok(());
     }
     let kvm = Kvm::new()?;
-    // The last variant is only for formats whose table entries have a write permission.
-    let variants = match Tables::TABLE_WRITE != 0 {
+    let format = kvm.create_vm()?.engine().format();
+    if format != TableFormat::of(MmuKind::Tdp) {
+        bench.note(format!(
+            "{NAME}: the tables have the format {}, and the processor that writes them is this machine's.",
+            format.name()
+        ));
+    }
+    // The last variant is for formats whose entries for tables have the right to write.
+    let variants = match format.protects_from_above() {
         true => &VARIANTS[..],
         false => &VARIANTS[..VARIANTS.len() - 1],
     };

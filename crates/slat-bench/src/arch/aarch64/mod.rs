@@ -19,15 +19,12 @@ const MEMSLOTS: Experiment = Experiment {
 
 fn memslots_without_program(bench: &mut Bench) -> Result<(), Failure> {
     bench.note_missing(format!(
-        "{}: {} is not measured, because slat runs no guest of this architecture yet.",
+        "{}: {} is not measured, because there is no program for guests of this architecture yet.",
         memslots::NAME,
         memslots::WALL
     ));
     (memslots::EXPERIMENT.run)(bench)
 }
-
-/// The usual format of a VM's tables.
-pub(crate) type Tables = slat::format::Stage2<48>;
 
 /// The KVMs on which guests run: none.
 pub struct Guests;
@@ -41,7 +38,8 @@ impl Guests {
 
 /// Returns a sentence that says whether a real KVM is measured.
 pub(crate) fn real_kvm() -> String {
-    "not measured: only guests are measured on it, and this slat has none yet".to_owned()
+    "not measured: only guests are measured on it, and there are no programs for them yet"
+        .to_owned()
 }
 
 /// Returns `None`, because no experiment starts this process as a KVM program.

@@ -40,9 +40,6 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::vmm::EXPERIMENT,
 ];
 
-/// The usual format of a VM's tables.
-pub(crate) type Tables = slat::Ept;
-
 /// The KVMs on which guests run.
 pub struct Guests {
     /// slat's KVM API.

@@ -33,6 +33,7 @@ setup: two trees in each of two sets are filled). direct, shadow: slat on its ot
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     settable: Settable::None,
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

@@ -32,6 +32,7 @@ during it. p50, p99, p99.9, max: what they took; p99.9 of fewer than 1000 calls 
 anytime: what 999 of 1000 would wait at most if they came at random moments: one call of a second
 among a million of a microsecond is one call, but half of the moments. Asked for: p99.9 and anytime.",
     settable: Settable::None,
+    any_tables: false,
     run,
     compare,
     rows: Rows::Cases,

@@ -8,6 +8,9 @@ pub const MMU: &str = "What makes the tables: tdp (a tree)";
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually the one for pages as large as the host's";
 
+/// The architectures whose tables `slat bench` measures, each with the format of its tables. `None`: the usual one.
+pub const TABLES: &[(&str, Option<&str>)] = &[("arm64", None)];
+
 /// Returns the line of `slat info` about guests: name and text.
 pub fn guests() -> (&'static str, String) {
     let text = "arm64, executed by an interpreter";

@@ -10,6 +10,9 @@ pub const MMU: &str = "What makes the tables: tdp (a tree), direct (shadow pages
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually ept, with the shadow MMU x86";
 
+/// The architectures whose tables `slat bench` measures, each with the format of its tables. `None`: the usual one.
+pub const TABLES: &[(&str, Option<&str>)] = &[("x86-64", None), ("arm64", Some("aarch64"))];
+
 /// Returns the line of `slat info` about guests: name and text.
 pub fn guests() -> (&'static str, String) {
     ("nested guests", nested_guests())

@@ -33,6 +33,7 @@ The bench reads each VM's memory: what another one has written is not there.
 Asked for: a clone in half of the time and with a quarter of the memory; one among 1,000 takes no
 more than twice as long as one alone.",
     settable: Settable::AllBut(&[]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

@@ -42,6 +42,7 @@ write faults. dirty-bit: a harvest looks at all leaves. buffer: the walker notes
 end: the log ends, the guest writes again, on 2 MiB pages of the host's. recover: huge leaves come
 back in place (KVM since 6.13). zap: the tables are zapped, and faults bring huge leaves back.",
     settable: Settable::AllBut(&["huge_pages", "dirty_log"]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

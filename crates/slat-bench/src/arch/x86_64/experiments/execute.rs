@@ -29,6 +29,7 @@ Here most of the time goes to decoding each page's function once: it falls less 
 No prefetch; no kvm, whose NX policy is its host's.
 Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx-off.",
     settable: Settable::AllBut(&["nx_huge_pages", "nx_huge_pages_split", "prefetch"]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

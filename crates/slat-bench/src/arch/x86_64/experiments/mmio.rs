@@ -32,6 +32,7 @@ ordinary: faults, TLB misses and calls, no MMIO. Published in 2011: rr +2.5 %, o
 Asked for: cached makes no look-up at all and takes no longer with 32764 slots than with 32; rr is
 no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor time.",
     settable: Settable::AllBut(&["mmio_caching"]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

@@ -33,6 +33,7 @@ mmio: L2's writes to a device register in no memslot. Asked for: l2 at most 3 ti
 within 5 %; with a window of 8 pages 1/8 of the faults; cached MMIO without a look-up of a memslot.
 Times are the vCPU's processor time.",
     settable: Settable::AllBut(&["prefetch", "mmio_caching"]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

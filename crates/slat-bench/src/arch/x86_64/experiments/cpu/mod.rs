@@ -35,6 +35,7 @@ walk: additions to 32768 pages in a pseudo-random order: most walk the guest's t
 cold: writes 65536 functions, a page each, and calls each once. The same on tcg, QEMU's software
 CPU, without its start, and on a real KVM: the limit. Asked for: 1.5 times tcg's, twice for miss.",
     settable: Settable::AllBut(&[]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

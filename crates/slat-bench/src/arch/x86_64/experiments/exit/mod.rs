@@ -37,6 +37,7 @@ kernel: what a system call itself costs, without dispatch and with it.
 Asked for: an exit by dispatch in at most twice a call by dispatch; from a rewritten site in 1 µs.
 Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a call.",
     settable: Settable::None,
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,

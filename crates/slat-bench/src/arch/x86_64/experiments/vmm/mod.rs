@@ -28,6 +28,7 @@ boots); idle; reads of a disk. Only with --materials DIR, which conformance/vmm/
 Asked for: kick <= 1 us, irqfd <= 20 us (median); of tcg's time: boot 1.0 (i386 0.7, debian 0.9), a
 work 0.6 (short 1.0, i386 0.7, debian 0.9, all 0.6, floats 0.3); idle <= 2 %, read >= 200 MB/s.",
     settable: Settable::AllBut(&[]),
+    any_tables: false,
     run,
     compare,
     rows: Rows::Metrics,
