@@ -89,6 +89,35 @@ fn a_loop_has_as_many_turns_as_instructions_permit() {
 }
 
 #[test]
+fn functions_return_where_the_link_register_says() {
+    // BL f; ADD X0, X0, #1; BL f; ADD X0, X0, #2; BL g; HVC.
+    let mut memory = memory(&[
+        0x9400_0040,
+        0x9100_0400,
+        0x9400_003e,
+        0x9100_0800,
+        0x9400_0040,
+        HVC,
+    ]);
+    // f: ADD X2, X2, #1; RET. g: MOV X30, X9; RET. At X9: ADD X0, X0, #100; HVC.
+    put_code(&mut memory, CODE + 0x100, &[0x9100_0442, 0xd65f_03c0]);
+    put_code(&mut memory, CODE + 0x110, &[0xaa09_03fe, 0xd65f_03c0]);
+    put_code(&mut memory, CODE + 0x40, &[0x9101_9000, HVC]);
+    for limit in [1, 2, 3, 5, 100] {
+        let mut cpu = cpu();
+        cpu.state.x[9] = CODE + 0x40;
+        let mut leave = Leave::Limit;
+        while leave == Leave::Limit {
+            leave = cpu.run(&mut memory, limit);
+        }
+        assert_eq!(leave, Leave::Hvc(0));
+        assert_eq!((cpu.state.x[0], cpu.state.x[2]), (103, 2), "{limit}");
+        assert_eq!((cpu.state.pc, cpu.state.x[30]), (CODE + 0x48, CODE + 0x40));
+        assert!(limit < 5 || cpu.compiled_instructions() >= 8, "{limit}");
+    }
+}
+
+#[test]
 fn a_kick_ends_endless_loops() {
     // B .; and two blocks that lead to one another through another page.
     let mut memory = memory(&[0x1400_0000]);

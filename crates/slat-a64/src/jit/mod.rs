@@ -1,7 +1,7 @@
 //! The compiler.
 //!
-//! Code to which the interpreter comes often becomes a *region*: instructions of one page that follow one another or
-//! jump to one another, compiled to one function of the host by Cranelift. A thread of its own compiles
+//! Code to which the interpreter comes often becomes a *region*: instructions of one page that are reached from its
+//! first one, with called functions and the code to which they return, compiled to one function of the host by Cranelift. A thread of its own compiles
 //! ([`Compiler::work`]); until a region is there, the interpreter runs its code. A region is entered at its first
 //! instruction alone.
 //!

@@ -16,6 +16,9 @@ use crate::insn::Insn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::vec::Vec;
 
+/// The most addresses with which the target of a branch to a register is compared.
+const RETURNS: usize = 4;
+
 /// An instruction of a block.
 pub(super) struct Step {
     pub(super) pc: u64,
@@ -39,10 +42,12 @@ pub(super) struct Plan {
     pub(super) blocks: BTreeMap<u64, Block>,
     /// The registers that the region uses.
     pub(super) registers: u64,
+    /// The addresses to which called functions return, as far as they are in the region.
+    pub(super) returns: Vec<u64>,
 }
 
 impl Block {
-    /// Returns the addresses where execution may continue after the block.
+    /// Returns the addresses where execution may continue after the block, if they are fixed.
     fn successors(&self) -> impl Iterator<Item = u64> {
         let last = self.steps.last();
         let flow = last.map(|step| (step.flow, step.pc.wrapping_add(4)));
@@ -92,6 +97,9 @@ impl Plan {
         let registers =
             (steps.iter()).fold(0, |all, step| all | step.uses.reads | step.uses.writes);
         let mut begins = BTreeSet::from([source.pc]);
+        let returns = |step: &Step| step.uses.returns_to(step.flow, step.pc);
+        let mut returns: Vec<_> = steps.iter().filter_map(returns).collect();
+        begins.extend(&returns);
         for step in &steps {
             match step.flow {
                 Flow::Jump(target) => {
@@ -124,7 +132,13 @@ impl Plan {
         for block in blocks.values_mut() {
             set_checkpoints(&mut block.steps);
         }
-        let mut plan = Plan { blocks, registers };
+        returns.retain(|address| blocks.contains_key(address));
+        returns.truncate(RETURNS);
+        let mut plan = Plan {
+            blocks,
+            registers,
+            returns,
+        };
         plan.find_dirty();
         plan
     }
@@ -137,7 +151,14 @@ impl Plan {
             for start in &starts {
                 let block = &self.blocks[start];
                 let dirty = block.dirty_after();
-                let successors: Vec<_> = block.successors().collect();
+                let mut successors: Vec<_> = block.successors().collect();
+                if block
+                    .steps
+                    .last()
+                    .is_some_and(|step| step.flow == Flow::Indirect)
+                {
+                    successors.extend(&self.returns);
+                }
                 for successor in successors {
                     if let Some(block) = self.blocks.get_mut(&successor) {
                         has_changed |= block.dirty | dirty != block.dirty;

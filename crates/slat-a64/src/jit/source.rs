@@ -1,5 +1,5 @@
-//! The guest code of a region: instructions of one page that follow one another or jump to one another, and are
-//! reached from the first one.
+//! The guest code of a region: instructions of one page that are reached from the first one. A function that is called
+//! is a part of it, and so is the code to which it returns.
 
 use super::context::Context;
 use super::uses::{Flow, uses};
@@ -11,9 +11,6 @@ const PAGE: u64 = 4096;
 /// The most instructions of a region, and the most addresses at which its blocks begin.
 const INSTRUCTIONS: usize = 256;
 const BLOCKS: usize = 32;
-
-/// The bit of a link register in a set of registers.
-const LINK: u64 = 1 << 30;
 
 /// The guest code from which a region is compiled, and all else on which the region depends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -45,24 +42,21 @@ impl Source {
                 let Some(word) = fetch(at % PAGE) else { break };
                 words.insert((at % PAGE) as u16, word);
                 let (uses, flow) = uses(decode(word).as_ref(), at, context);
+                let following = at.wrapping_add(4);
                 let target = match flow {
-                    Flow::Following => None,
-                    // A called function is usually called from several places.
-                    Flow::Jump(target) if uses.writes & LINK == 0 => Some(target),
-                    Flow::JumpIf(target) => Some(target),
-                    Flow::Jump(_) | Flow::Indirect | Flow::Interpret => break,
+                    Flow::Jump(target) | Flow::JumpIf(target) => Some(target),
+                    Flow::Following | Flow::Indirect | Flow::Interpret => None,
                 };
-                if let Some(target) = target
-                    && target / PAGE == pc / PAGE
-                    && !begins.contains(&target)
-                    && begins.len() < BLOCKS
-                {
-                    begins.push(target);
+                for target in [target, uses.returns_to(flow, at)].into_iter().flatten() {
+                    let is_new = target / PAGE == pc / PAGE && !begins.contains(&target);
+                    if is_new && begins.len() < BLOCKS {
+                        begins.push(target);
+                    }
                 }
-                if matches!(flow, Flow::Jump(_)) {
+                if !matches!(flow, Flow::Following | Flow::JumpIf(_)) {
                     break;
                 }
-                at = at.wrapping_add(4);
+                at = following;
             }
         }
         let words: Vec<_> = words.into_iter().collect();

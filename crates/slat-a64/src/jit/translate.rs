@@ -95,6 +95,8 @@ pub(super) struct Translator<'a> {
     pub(super) tlb: Value,
     pub(super) now: Now,
     heads: BTreeMap<u64, Block>,
+    /// See [`Plan`].
+    returns: Vec<u64>,
     points: Vec<Point>,
     /// The blocks that leave at checkpoints, by the number of the checkpoint.
     leaves: HashMap<usize, Block>,
@@ -143,6 +145,7 @@ impl<'a> Translator<'a> {
                 flags: None,
             },
             heads,
+            returns: plan.returns.clone(),
             points: Vec::new(),
             leaves: HashMap::new(),
             functions: Vec::new(),
@@ -425,6 +428,15 @@ impl<'a> Translator<'a> {
         self.v.b.ins().jump(on, &[found.into()]);
         self.v.b.seal_block(on);
         self.v.b.switch_to_block(on);
+        self.settle_flags();
+        for address in self.returns.clone() {
+            let b = &mut self.v.b;
+            let is_here = b.ins().icmp_imm(IntCC::Equal, pc, address as i64);
+            let other = b.create_block();
+            b.ins().brif(is_here, self.heads[&address], &[], other, &[]);
+            b.seal_block(other);
+            b.switch_to_block(other);
+        }
         self.write_back();
         let b = &mut self.v.b;
         // This is `target_index`.

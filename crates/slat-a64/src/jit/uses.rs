@@ -7,6 +7,8 @@ use crate::meaning::execute;
 use crate::simd::Function;
 use crate::tier::{Access, Exception, Next, Tier};
 
+/// The link register.
+const LINK: u32 = 30;
 /// Bits of a set of registers after those of X0 to X30: the stack pointer, and the flags.
 pub(super) const SP: u32 = 31;
 pub(super) const FLAGS: u32 = 32;
@@ -25,6 +27,15 @@ pub(super) struct Uses {
     /// All registers must be in the state before the instruction, or the instruction may end early after it has
     /// changed memory. So no other instruction is executed again with it.
     pub(super) is_alone: bool,
+}
+
+impl Uses {
+    /// If an instruction calls a function, returns the address to which the function returns.
+    pub(super) fn returns_to(&self, flow: Flow, pc: u64) -> Option<u64> {
+        let links = self.writes >> LINK & 1 != 0;
+        let jumps = matches!(flow, Flow::Jump(_) | Flow::Indirect);
+        (links && jumps).then(|| pc.wrapping_add(4))
+    }
 }
 
 /// Where execution continues after an instruction.
