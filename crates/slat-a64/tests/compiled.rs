@@ -131,7 +131,7 @@ fn a_kick_ends_endless_loops() {
         let kicker = {
             let attention = attention.clone();
             std::thread::spawn(move || {
-                std::thread::sleep(Duration::from_millis(30));
+                std::thread::sleep(Duration::from_millis(200));
                 attention.store(true, Ordering::Relaxed);
                 Instant::now()
             })
@@ -139,7 +139,7 @@ fn a_kick_ends_endless_loops() {
         assert_eq!(cpu.run(&mut memory, u64::MAX), Leave::Attention);
         let late = kicker.join().unwrap().elapsed();
         assert!(late < Duration::from_secs(1), "{late:?}");
-        assert!(cpu.compiled_instructions() > 10_000);
+        assert!(cpu.compiled_instructions() > 100);
     }
 }
 

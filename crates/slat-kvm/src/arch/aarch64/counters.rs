@@ -58,6 +58,9 @@ pub(crate) const NEVER: &[&str] = &[];
 pub(crate) const NEVER_IN: &[&str] = &[];
 
 /// Explains a counter of the CPU to users.
-pub(crate) fn meaning(_counter: &str) -> &'static str {
-    "batches of instructions that the interpreter has executed"
+pub(crate) fn meaning(counter: &str) -> &'static str {
+    match counter {
+        "instructions_compiled" => "instructions that compiled code has executed",
+        _ => "batches of instructions that the processor has executed",
+    }
 }

@@ -78,19 +78,21 @@ pub(crate) enum Refusal {
 /// The counters of a CPU's own work.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Batches of instructions: how often the interpreter was begun.
+    /// Batches of instructions: how often the processor was begun.
     batches: u64,
+    /// Instructions that compiled code has executed.
+    compiled: u64,
 }
 
 impl Counters {
     /// The names of the counters.
-    pub const NAMES: [&'static str; Self::COUNT] = ["batches"];
+    pub const NAMES: [&'static str; Self::COUNT] = ["batches", "instructions_compiled"];
     /// The number of counters.
-    pub const COUNT: usize = 1;
+    pub const COUNT: usize = 2;
 
     /// Returns the values.
     pub fn to_array(&self) -> [u64; Self::COUNT] {
-        [self.batches]
+        [self.batches, self.compiled]
     }
 }
 
@@ -179,6 +181,7 @@ impl Executor {
                 true => self.step(machine),
                 false => {
                     let leave = self.cpu.run(machine, BATCH);
+                    self.counters.compiled = self.cpu.compiled_instructions();
                     self.exit(leave)
                 }
             };
