@@ -29,6 +29,9 @@ const ASKED_AGAIN: u32 = 128;
 /// The number of counters: a power of two.
 const COUNTERS: usize = 4096;
 
+/// The most regions that a processor keeps.
+const REGIONS: usize = 1 << 16;
+
 const PAGE: u64 = 4096;
 
 /// Counts how often the interpreter came to an address.
@@ -206,8 +209,8 @@ impl Compiled {
     ) -> Option<*const u8> {
         let pc = state.pc;
         let generation = self.client.as_ref()?.compiler.generation();
-        if generation != self.generation {
-            // The memory for code is full, or was.
+        if generation != self.generation || self.regions.len() > REGIONS {
+            // The memory for code was full, or most of the regions are of code that no longer runs.
             self.generation = generation;
             self.regions.clear();
             self.targets.fill(Target::NONE);
