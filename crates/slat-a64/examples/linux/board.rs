@@ -40,7 +40,8 @@ struct Timer {
 }
 
 pub struct Board {
-    ram: Vec<u8>,
+    /// The first byte of memory, which lives as long as the process. The guest's compiled code accesses it, too.
+    ram: *mut u8,
     gic: Gic,
     uart: Uart,
     /// The physical and the virtual timer.
@@ -58,7 +59,7 @@ impl Board {
         let mut gic = Gic::new(Model::V3, INTERRUPTS, &[name]).expect("a GIC");
         gic.set_last(0, true);
         Self {
-            ram: vec![0; RAM_BYTES as usize],
+            ram: Box::leak(vec![0; RAM_BYTES as usize].into_boxed_slice()).as_mut_ptr(),
             gic,
             uart: Uart::default(),
             timers: [Timer::default(); 2],
@@ -70,8 +71,9 @@ impl Board {
 
     /// Copies bytes to memory.
     pub fn fill(&mut self, address: u64, bytes: &[u8]) {
-        let at = (address - RAM) as usize;
-        self.ram[at..at + bytes.len()].copy_from_slice(bytes);
+        let at = address - RAM;
+        let memory = self.bytes(self.ram as u64 + at, bytes.len());
+        memory.copy_from_slice(bytes);
     }
 
     /// Sets the clock, and returns the interrupts that are pending.
@@ -155,8 +157,13 @@ impl Board {
         Some(u64::from_le_bytes(data))
     }
 
+    /// Returns bytes of memory at an address of the host.
+    #[inline]
     fn bytes(&mut self, at: u64, bytes: usize) -> &mut [u8] {
-        &mut self.ram[at as usize..at as usize + bytes]
+        let offset = at as usize - self.ram as usize;
+        assert!(offset + bytes <= RAM_BYTES as usize);
+        // SAFETY: the bytes are in the memory, which the board alone has. Compiled code does not run meanwhile.
+        unsafe { std::slice::from_raw_parts_mut(self.ram.add(offset), bytes) }
     }
 
     fn get(&mut self, at: u64, size: u8) -> u128 {
@@ -173,37 +180,37 @@ impl Board {
     }
 }
 
-/// Addresses of the machine are offsets in memory.
+/// Addresses of the machine are those of the host.
 impl Hypervisor for Board {
     type Fault = Absent;
 
     fn page(&mut self, ipa: u64, _: Right) -> Result<Page, Absent> {
         let offset = ipa.checked_sub(RAM).filter(|offset| *offset < RAM_BYTES);
         Ok(Page {
-            base: offset.ok_or(Absent)? & !0xfff,
+            base: self.ram as u64 + (offset.ok_or(Absent)? & !0xfff),
             write: true,
             execute: true,
         })
     }
     #[inline]
     fn load(&mut self, at: u64, size: u8, _: Order) -> Result<u64, Absent> {
-        let at = at as usize;
-        Ok(match size {
-            0 => self.ram[at].into(),
-            1 => u16::from_le_bytes([self.ram[at], self.ram[at + 1]]).into(),
-            2 => u32::from_le_bytes(*self.ram[at..].first_chunk().ok_or(Absent)?).into(),
-            _ => u64::from_le_bytes(*self.ram[at..].first_chunk().ok_or(Absent)?),
-        })
+        let mut value = [0; 8];
+        match size {
+            0 => value[0] = self.bytes(at, 1)[0],
+            1 => value[..2].copy_from_slice(self.bytes(at, 2)),
+            2 => value[..4].copy_from_slice(self.bytes(at, 4)),
+            _ => value.copy_from_slice(self.bytes(at, 8)),
+        }
+        Ok(u64::from_le_bytes(value))
     }
     #[inline]
     fn store(&mut self, at: u64, size: u8, value: u64, _: Order) -> Result<(), Absent> {
-        let at = at as usize;
         let bytes = value.to_le_bytes();
         match size {
-            0 => self.ram[at] = bytes[0],
-            1 => self.ram[at..at + 2].copy_from_slice(&bytes[..2]),
-            2 => self.ram[at..at + 4].copy_from_slice(&bytes[..4]),
-            _ => self.ram[at..at + 8].copy_from_slice(&bytes),
+            0 => self.bytes(at, 1)[0] = bytes[0],
+            1 => self.bytes(at, 2).copy_from_slice(&bytes[..2]),
+            2 => self.bytes(at, 4).copy_from_slice(&bytes[..4]),
+            _ => self.bytes(at, 8).copy_from_slice(&bytes),
         }
         Ok(())
     }

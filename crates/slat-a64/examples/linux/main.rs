@@ -1,18 +1,19 @@
 //! Boots Linux on a board with one processor: slat-a64 and slat-gic alone, without KVM's API. Any machine can be the host, so
 //! this is how to find out what the processor makes of a kernel, and where its time goes.
 //!
-//! `cargo run --release -p slat-a64 --example linux -- IMAGE INITRD [COMMAND LINE...]`
+//! `cargo run --release -p slat-a64 --example linux -- [--interpret] IMAGE INITRD [COMMAND LINE...]`
 //!
 //! IMAGE is a kernel for arm64 that is not compressed. The console is on standard input and output. The guest's clock counts
 //! instructions, and so does not depend on the host's speed; it goes on when the guest waits. When the guest has powered off,
-//! the number of instructions and the CPU time are printed to standard error.
+//! the number of instructions and the CPU time are printed to standard error. Hot code is compiled, on a thread of its own, but
+//! not with `--interpret`.
 
 mod board;
 mod tree;
 mod uart;
 
 use board::{Board, RAM};
-use slat_a64::{Cpu, Hint, Leave, State, Stop, SystemName};
+use slat_a64::{Compile, Compiler, Cpu, Hint, Leave, State, Stop, SystemName};
 use std::process::ExitCode;
 
 /// Where the device tree and the initrd are, behind the kernel.
@@ -59,9 +60,12 @@ fn load(board: &mut Board, kernel: &[u8]) -> u64 {
 }
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
+    let mut arguments = std::env::args().skip(1).peekable();
+    let interprets = arguments
+        .next_if(|argument| argument == "--interpret")
+        .is_some();
     let (Some(kernel), Some(initrd)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: linux IMAGE INITRD [COMMAND LINE...]");
+        eprintln!("usage: linux [--interpret] IMAGE INITRD [COMMAND LINE...]");
         return ExitCode::FAILURE;
     };
     let line = arguments.collect::<Vec<_>>().join(" ");
@@ -76,18 +80,33 @@ fn main() -> ExitCode {
     let mut cpu = Cpu::new(State::reset());
     let pfr0 = cpu.state.system(PFR0).unwrap_or(0);
     cpu.state.identify(PFR0, pfr0 | PFR0_GIC_V3);
+    if !interprets {
+        compile(&mut cpu);
+    }
     cpu.state.pc = start;
     cpu.state.x[0] = TREE;
     let before = cpu_time();
     let instructions = run(&mut cpu, &mut board);
     let time = cpu_time() - before;
     eprintln!(
-        "{} million instructions, {:.1} s, {:.1} ns an instruction",
+        "{} million instructions, {} million of them compiled; {:.1} s, {:.1} ns an instruction",
         instructions / 1_000_000,
+        cpu.compiled_instructions() / 1_000_000,
         time / 1e9,
         time / instructions as f64
     );
     ExitCode::SUCCESS
+}
+
+/// Lets a thread compile the guest's hot code.
+fn compile(cpu: &mut Cpu) {
+    let compiler = Compiler::try_new().expect("address space for code");
+    cpu.set_compiler(compiler.clone(), Compile::Hot);
+    slat_guard::install().expect("signal handlers");
+    // SAFETY: the board's pages are at the host's addresses of its memory, which is never freed, and of which it makes
+    // references only where compiled code does not run. The handlers are installed.
+    unsafe { cpu.access_directly() };
+    std::thread::spawn(move || compiler.work());
 }
 
 /// Executes the guest until it powers off. Returns about how many instructions it has executed.
