@@ -270,7 +270,7 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Ends an instruction.
+    /// Does what is left after an instruction. `None`: the run goes on.
     #[inline(always)]
     fn went<E>(&mut self, went: Went<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         match went {
@@ -307,7 +307,7 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Ends an instruction that has ended early.
+    /// Does what is left after an instruction that has ended early: takes its exception, or leaves.
     #[cold]
     fn stopped<E>(&mut self, stop: Stop<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         let stop = match stop {

@@ -13,7 +13,7 @@ use crate::output::complain;
 /// The keys that [`show`] itself understands.
 pub const KEYS: &str = "q quit   space pause";
 
-/// A live view.
+/// A view in the terminal that is drawn again with new data, until the user quits.
 pub trait View {
     /// Fetches new data.
     fn look(&mut self);

@@ -170,7 +170,7 @@ pub enum Method {
     Buffers,
 }
 
-/// The mode of logs that begin from now on.
+/// How the slots log whose dirty logging starts from now on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
     /// Logs write to rings, and have no bitmap.

@@ -156,7 +156,7 @@ impl HostRun {
 pub struct ZappedLeaf {
     /// First of the [`Granule::pages`] contiguous host frames.
     pub pfn: Pfn,
-    /// Its level.
+    /// The leaf's level.
     pub level: Level,
     /// Whether the guest has used the memory since the accessed bit was last cleared ([`crate::Vm::age`]).
     pub accessed: bool,

@@ -64,7 +64,7 @@ pub enum Event {
         gfn: Gfn,
         /// The entry's value before.
         old_spte: u64,
-        /// Its level.
+        /// The level of the entry.
         level: Level,
     },
     /// `kvm_mmu_split_huge_page`: a huge leaf was split. Counted as `splits`.
@@ -73,7 +73,7 @@ pub enum Event {
         gfn: Gfn,
         /// The leaf, as an entry of the tables.
         spte: u64,
-        /// Its level.
+        /// The leaf's level.
         level: Level,
     },
     /// `kvm_mmu_get_page`: a shadow page was made (`created`, counted as `mmu_cache_miss`) or found.

@@ -24,7 +24,7 @@ use cranelift_codegen::ir::{Block, BlockArg, InstBuilder, MemFlags, Type, Value}
 use slat_jit::GUARDED;
 use std::vec::Vec;
 
-/// The types of the sizes.
+/// The integer types of Cranelift, by the logarithm of their bytes.
 const TYPES: [Type; 4] = [I8, I16, I32, I64];
 
 fn guarded() -> MemFlags {

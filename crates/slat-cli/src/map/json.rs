@@ -7,7 +7,7 @@ use super::Process;
 use super::picture::flags;
 use super::text::{Part, Vm, total};
 
-/// Returns the refresh as text.
+/// Returns the maps of a process, as of one refresh, as a JSON text.
 pub fn of(process: &Process, vms: &[Vm]) -> String {
     let vms: Vec<_> = vms.iter().map(vm).collect();
     let value = json!({ "pid": process.pid, "command": process.command, "vms": vms });

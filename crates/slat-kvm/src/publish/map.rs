@@ -33,7 +33,7 @@ pub const MAP: &str = "map";
 /// The greatest number of cells that a reader may ask for, for each memslot.
 pub const MOST_CELLS: u64 = 1024;
 
-/// A reader's request.
+/// A reader's request for memory maps.
 pub(super) struct Question {
     /// The greatest number of cells for one memslot.
     cells: u64,

@@ -3,7 +3,7 @@
 use super::socket::Own;
 use std::fmt::{self, Write as _};
 
-/// The version of all texts.
+/// The version of the formats of all answers.
 pub const VERSION: u32 = 1;
 
 /// Writes an answer in parts, without the heap.

@@ -217,7 +217,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Takes the lock.
+    /// Takes the lock of the shadow pages.
     fn lock(&self) -> SpinGuard<'_, Pages> {
         self.pages
             .lock(|round| self.platform.wait(round, WaitFor::Lock))

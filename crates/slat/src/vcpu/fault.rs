@@ -136,7 +136,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
-    /// Begins an attempt.
+    /// Begins an attempt to resolve the fault.
     #[inline(always)]
     pub(super) fn new(
         vcpu: &'v mut Vcpu<P, F>,

@@ -186,7 +186,7 @@ impl Streams {
         true
     }
 
-    /// Begins a stream.
+    /// Begins a stream of faults, in the place of the stream that was continued longest ago.
     fn begin(&mut self) {
         let last = |at: &usize| self.streams[*at].last;
         self.current = (0..Self::NUMBER).min_by_key(last).unwrap_or(0);

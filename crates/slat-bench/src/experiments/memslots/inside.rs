@@ -26,7 +26,7 @@ use crate::rounds::thread_time;
 /// The distance from a guest address to its backing address. The memory at a backing address is never accessed.
 const DISPLACEMENT: u64 = 1 << 44;
 
-/// A memory system.
+/// A memory system that is measured: slat, or a variant for comparison.
 pub(super) trait System: Sized {
     type Cpu: SystemCpu;
     fn new() -> Self;
@@ -182,7 +182,7 @@ impl SystemCpu for ArrayVcpu {
     }
 }
 
-/// The tables alone.
+/// slat's tables alone: one memslot covers all memory, so that the measured memslots cost nothing.
 pub(super) struct Tables(Arc<Vm<Bare, Ept>>);
 
 impl System for Tables {

@@ -132,7 +132,7 @@ impl Kept {
         }
     }
 
-    /// Sets the caller's floating point again.
+    /// Restores the caller's floating-point state.
     #[inline(always)]
     fn restore(&self) {
         let mut mxcsr = 0u32;
