@@ -16,7 +16,7 @@ pub const DISTRIBUTOR: (u64, u64) = (0x0800_0000, 0x1_0000);
 pub const REDISTRIBUTOR: (u64, u64) = (0x080a_0000, 0x2_0000);
 pub const UART: (u64, u64, u32) = (0x0900_0000, 0x1000, 33);
 
-/// Ticks of the counter in a second, in which the processor executes so many instructions.
+/// In a second of the guest: the ticks of the counter, and the instructions that the processor executes.
 pub const FREQUENCY: u64 = 50_000_000;
 const INSTRUCTIONS: u64 = 100_000_000;
 
@@ -28,11 +28,11 @@ const ENABLE: u64 = 1 << 0;
 const MASK: u64 = 1 << 1;
 const STATUS: u64 = 1 << 2;
 
-/// There is no memory at an address.
+/// There is no memory at the address.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Absent;
 
-/// The control and the compare value of a timer.
+/// The registers of a timer: control (CNTx_CTL) and compare value (CNTx_CVAL).
 #[derive(Clone, Copy, Default)]
 struct Timer {
     control: u64,
@@ -47,7 +47,7 @@ pub struct Board {
     /// The physical and the virtual timer.
     timers: [Timer; 2],
     ticks: u64,
-    /// The ticks that have passed while the guest waited.
+    /// The ticks by which the clock went on while the guest waited.
     waited: u64,
     /// The GIC's signals have changed.
     attention: Cell<bool>,

@@ -26,10 +26,10 @@ macro_rules! with_own_points {
             kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
             /// A message-signalled interrupt is sent.
             kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
-            /// The guest has ended an interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2 for the I/O
-            /// APIC.
+            /// The guest has ended (EOI) the interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2
+            /// for the I/O APIC.
             kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
-            /// The guest has ended an interrupt of its local APIC.
+            /// The guest has ended (EOI) an interrupt of its local APIC.
             kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }
             $($common)*
         }
