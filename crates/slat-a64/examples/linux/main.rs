@@ -22,7 +22,7 @@ const INITRD: u64 = RAM + (202 << 20);
 
 /// The instructions of a run. The clock stands still meanwhile.
 const BATCH: u64 = 2000;
-/// The number of instructions by which the clock goes on for a run that ends early.
+/// The number of instructions that are counted for a run that ends early: an estimate.
 const EARLY: u64 = BATCH / 40;
 
 /// ID_AA64PFR0_EL1, and its field for the system registers of a GICv3.
