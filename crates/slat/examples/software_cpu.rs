@@ -165,7 +165,7 @@ fn collect(ring: &[DirtyGfn], next: &mut usize, pages: &mut Vec<u64>) {
 fn the_guest_fills_its_ring(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     let host = Arc::new(PlainMemory::new(512, PAGES as usize));
     let vm = create(&host, &[("prefetch", "off"), ("dirty_log_reads", "off")])?;
-    // Before there are slots.
+    // Dirty rings have to be enabled before there are slots.
     vm.use_dirty_rings();
     vm.set_memory_region(0, &memory().with_flags(SlotFlags::LOG_DIRTY_PAGES))?;
     let mut cpu = SoftwareCpu::new(&vm)?;

@@ -9,7 +9,8 @@ use crate::tier::Tier;
 use cranelift_codegen::ir::{InstBuilder, Value};
 
 impl Translator<'_> {
-    /// Emits a function of two halves each. `None`: the function is called.
+    /// Emits code for a function whose operands and result are vectors, as two halves each. `None`: there is no such
+    /// code, so compiled code calls the function.
     pub(super) fn vector_function(
         &mut self,
         function: &Function,

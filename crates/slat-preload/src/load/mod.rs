@@ -71,7 +71,7 @@ impl Begun {
         }
     }
 
-    /// Returns the value of a variable.
+    /// Returns the value of an environment variable.
     unsafe fn variable(&self, name: &CStr) -> Option<&'static CStr> {
         let mut entry = self.environment;
         // SAFETY: the environment is an array of strings that ends with null.
