@@ -1,6 +1,6 @@
 //! The interrupt controllers: guests that take interrupts, and device attributes.
 
-use super::guests::{CODE, DEVICE, Guest, X0, code, get, set, system};
+use super::guests::{CODE, DEVICE, Guest, SIZE, X0, code, get, set, system};
 use kvm_bindings::*;
 use slat_kvm::{Cap, DeviceFd, Kvm, VcpuExit, VcpuFd, VmFd};
 use std::arch::global_asm;
@@ -207,12 +207,12 @@ impl Gic {
     }
 
     /// Calls `prepare` before there are vCPUs.
-    fn with(model: u32, vcpus: u64, prepare: impl FnOnce(&VmFd)) -> Self {
+    fn with(model: u32, vcpus: u64, prepare: impl FnOnce(&Guest)) -> Self {
         let guest = Guest::new(match model {
             V2 => code!(slat_test_gic2, slat_test_gic2_end),
             _ => code!(slat_test_gic3, slat_test_gic3_end),
         });
-        prepare(&guest.vm);
+        prepare(&guest);
         let device = create(&guest.vm, model).unwrap();
         let vcpus: Vec<_> = (0..vcpus).map(|id| guest.vcpu(id, 0)).collect();
         place(model, &device);
@@ -430,13 +430,25 @@ fn messages_become_lpis() {
 fn a_dirty_ring_has_the_pages_that_an_its_writes() {
     const RING: usize = 4096;
     const DIRTY: u32 = 1;
-    let mut gic = Gic::with(V3, 1, |vm| {
+    let mut gic = Gic::with(V3, 1, |guest| {
         let mut ring = kvm_enable_cap {
             cap: KVM_CAP_DIRTY_LOG_RING_ACQ_REL,
             ..Default::default()
         };
         ring.args[0] = RING as u64;
-        vm.enable_cap(&ring).unwrap();
+        guest.vm.enable_cap(&ring).unwrap();
+        // The memslot has a bitmap. Its next log is in the rings.
+        for flags in [0, KVM_MEM_LOG_DIRTY_PAGES] {
+            let slot = kvm_userspace_memory_region {
+                slot: 0,
+                flags,
+                guest_phys_addr: CODE,
+                memory_size: SIZE as u64,
+                userspace_addr: guest.memory.address(),
+            };
+            // SAFETY: the memory lives as long as the VM.
+            unsafe { guest.vm.set_user_memory_region(slot) }.unwrap();
+        }
     });
     let _its = gic.add_its();
     // The LPI is pending in the table of vCPU 0. MAPTI takes the bit.

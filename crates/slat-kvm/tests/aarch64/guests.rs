@@ -277,16 +277,22 @@ fn a_system_error_without_a_syndrome_can_be_saved_and_restored() {
     );
 }
 
-// A kernel that looks for a debugger's console: writes a character, and asks whether it was taken.
+// A kernel that looks for a debugger's console: writes a character, and asks whether it was taken. Writes the answer, or
+// the syndrome of an exception, to the device.
 global_asm!(
     r"
     .pushsection .rodata
-    .balign 4
+    .balign 2048
 slat_test_console:
+    mov x1, #0x09000000
+    adr x0, slat_test_console
+    msr vbar_el1, x0
     mov x0, #10
     msr dbgdtrtx_el0, x0
     mrs x0, mdccsr_el0
-    mov x1, #0x09000000
+    str w0, [x1]
+    .org slat_test_console + 0x200
+    mrs x0, esr_el1
     str w0, [x1]
 slat_test_console_end:
     .popsection

@@ -64,7 +64,9 @@ impl Tables {
     /// copy their memory afterwards.
     pub(crate) fn take_unlogged(&self) -> Option<u64> {
         let has_some = self.has_unlogged.load(Ordering::Relaxed);
-        has_some.then(|| self.change_unlogged(BTreeSet::pop_first))?
+        has_some
+            .then(|| self.change_unlogged(BTreeSet::pop_first))
+            .flatten()
     }
 
     /// Gives a page back that the caller could not note.
