@@ -81,7 +81,7 @@ fn each_instruction_of_a_stepped_guest_exits() {
     for pc in [16, 20, 24] {
         assert_eq!(debugged(&mut vcpu), (STEPPED, 0, pc));
     }
-    // BRK is not executed.
+    // The exit comes before BRK is executed.
     assert_eq!(debugged(&mut vcpu), (BRK | 7, 0, 24));
     set(&vcpu, PC, CODE + 28);
     debug(&vcpu, KVM_GUESTDBG_ENABLE, none);
@@ -96,7 +96,7 @@ fn each_instruction_of_a_stepped_guest_exits() {
 fn breakpoints_and_watchpoints_of_the_client_exit() {
     let guest = guest();
     let mut vcpu = guest.vcpu(0, 0);
-    // The guest's own registers are the guest's.
+    // The guest's own debug registers keep their values.
     let value_of_0 = system(2, 0, 0, 0, 4);
     set(&vcpu, value_of_0, 0x1000);
     let mut arch = kvm_guest_debug_arch::default();

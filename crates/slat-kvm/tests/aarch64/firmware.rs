@@ -13,12 +13,12 @@ const SYSTEM_OFF2: u64 = 0xc400_0015;
 const INVALID_PARAMETERS: u64 = -2i64 as u64;
 const NOT_SUPPORTED: u64 = -1i64 as u64;
 
-/// The register of a core register X`n`.
+/// Returns the id (KVM_GET_ONE_REG) of the core register X`n`.
 fn x(n: u64) -> u64 {
     X0 + 2 * n
 }
 
-/// The register of a group of services.
+/// Returns the id (KVM_GET_ONE_REG) of the register of a group of services.
 fn services(n: u64) -> u64 {
     KVM_REG_ARM64 | KVM_REG_SIZE_U64 | u64::from(KVM_REG_ARM_FW_FEAT_BMAP) | n
 }
@@ -28,7 +28,7 @@ global_asm!(
     .pushsection .rodata
     .balign 4
 slat_test_calls:
-    // Calls what X0 to X3 say, and tells the test by a store to a device.
+    // Calls the function X0 of the firmware with X1 to X3, and tells the test by a store to a device.
 1:  mov x9, #0x09000000
     hvc #0
     str w0, [x9]
@@ -49,7 +49,7 @@ fn caller() -> (Guest, VcpuFd) {
     (guest, vcpu)
 }
 
-/// Lets the guest call, and returns X0 to X3.
+/// Makes the guest call a function of the firmware, and returns X0 to X3.
 fn call(vcpu: &mut VcpuFd, function: u64, argument: u64) -> [u64; 4] {
     set(vcpu, x(0), function);
     set(vcpu, x(1), argument);

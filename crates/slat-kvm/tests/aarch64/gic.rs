@@ -374,7 +374,7 @@ fn resampled_irqfds_learn_of_the_ends_of_their_interrupts() {
         fd.write(1).unwrap();
         let vcpu = &mut gic.vcpus[0];
         assert_eq!(acknowledged(vcpu), 33);
-        // The guest ends the interrupt, and waits. The client's device wants the line again.
+        // The guest writes EOI, and waits. The client's device wants the line again.
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 assert_eq!(resample.read().unwrap(), 1);
@@ -451,7 +451,7 @@ fn a_dirty_ring_has_the_pages_that_an_its_writes() {
         }
     });
     let _its = gic.add_its();
-    // The LPI is pending in the table of vCPU 0. MAPTI takes the bit.
+    // The LPI is pending in the table of vCPU 0. MAPTI takes the bit from the table.
     let pending = 0x5_0000 + 8193 / 8;
     gic.guest.memory.write(pending, &[1 << 1]);
     assert_eq!(acknowledged(&mut gic.vcpus[0]), 0, "the guest is ready");

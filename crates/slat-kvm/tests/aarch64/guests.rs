@@ -117,7 +117,7 @@ fn a_guest_uses_devices_and_memory_and_switches_itself_off() {
         }
         other => panic!("{other:?}"),
     }
-    // 42 + 0x107.
+    // The sum 42 + 0x107.
     match vcpu.run() {
         Ok(VcpuExit::MmioWrite(address, data)) => {
             assert_eq!((address, data), (DEVICE + 8, &[0x31, 1][..]));
@@ -162,7 +162,7 @@ slat_test_two:
     mov x6, #0x09000000
     stp w0, w5, [x4, #8]
     str w5, [x6]
-    // Adds its number to its argument, and waits for the test. Then SYSTEM_OFF.
+    // Adds the number of the vCPU to its argument X0, and waits for the test. Then SYSTEM_OFF.
 1:  adr x4, slat_test_two
     add x4, x4, #0x1000
     mrs x7, mpidr_el1
@@ -201,7 +201,7 @@ fn a_guest_starts_its_second_processor() {
         guest.memory.word(0x1000).store(0, Ordering::SeqCst);
         assert_eq!(second.join().unwrap(), KVM_SYSTEM_EVENT_SHUTDOWN);
     });
-    // The end of the system has switched off both.
+    // SYSTEM_OFF has switched off both vCPUs.
     assert_eq!(first.get_mp_state().unwrap().mp_state, KVM_MP_STATE_STOPPED);
 }
 
@@ -239,7 +239,7 @@ fn registers_are_listed_and_can_be_saved_and_restored() {
     let ttbr0 = system(3, 0, 2, 0, 0);
     set(&vcpu, ttbr0, 0x1234_5000);
     assert_eq!(get(&vcpu, ttbr0), 0x1234_5000);
-    // The affinity of vCPU 1.
+    // MPIDR_EL1: the affinity of vCPU 1.
     assert_eq!(get(&vcpu, system(3, 0, 0, 0, 5)), 0x8000_0001);
     let unknown = vcpu.get_one_reg(system(3, 7, 15, 15, 7), &mut [0; 8]);
     assert_eq!(unknown.unwrap_err().errno(), libc::ENOENT);

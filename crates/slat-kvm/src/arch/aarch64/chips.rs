@@ -66,9 +66,9 @@ pub(crate) struct Chips {
     /// The model of the GIC, once the client has created it.
     model: OnceLock<Model>,
     is_initialised: AtomicBool,
-    /// Whether a vCPU has run: the frames are on the bus.
+    /// Whether the GIC's MMIO frames are on the VM's bus: the first vCPU that runs puts them there.
     is_ready: AtomicBool,
-    /// The lock that is held while the frames are put on the bus.
+    /// The lock that is held while the GIC's MMIO frames are put on the bus.
     setup: Mutex<()>,
     /// The number of times that the client has written attributes. After that the vCPUs drive their timers' lines again.
     restores: AtomicU32,
@@ -86,7 +86,7 @@ pub(crate) struct Parts {
     changed: Vec<usize>,
 }
 
-/// The level-triggered SPIs whose interrupts have ended.
+/// The level-triggered SPIs whose interrupts the guest has ended (EOI, or deactivation).
 #[must_use]
 pub(crate) struct Ended(pub(crate) Vec<u32>);
 
@@ -306,7 +306,7 @@ impl Chips {
         })
     }
 
-    /// Puts the frames on the bus by `work`, unless a vCPU has done it.
+    /// Puts the GIC's MMIO frames on the bus by `work`, unless another vCPU has done it.
     ///
     /// # Errors
     /// The errors of `work`.
@@ -322,7 +322,7 @@ impl Chips {
         Ok(())
     }
 
-    /// Call after the client has written attributes, which may be lines.
+    /// Call after the client has written attributes of the GIC, which may have changed the lines of timers.
     pub(crate) fn restored(&self) {
         self.restores.fetch_add(1, Ordering::SeqCst);
     }

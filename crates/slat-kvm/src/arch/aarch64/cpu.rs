@@ -33,7 +33,7 @@ impl<M: Hypervisor<Fault = Refusal>> Machine for M {}
 /// Why a run of the CPU ended.
 #[derive(Debug)]
 pub(crate) enum Exit {
-    /// The attention word has a bit.
+    /// A bit of the attention word is set.
     Attention,
     /// The processor has executed WFI.
     Wfi,
@@ -90,7 +90,7 @@ impl Counters {
     /// The number of counters.
     pub const COUNT: usize = 2;
 
-    /// Returns the values.
+    /// Returns the values of all counters.
     pub fn to_array(&self) -> [u64; Self::COUNT] {
         [self.batches, self.compiled]
     }

@@ -16,7 +16,7 @@ const CTR_SIZES: u64 = 0xf << 16 | 0xf;
 /// CLIDR_EL1, of which each vCPU has its own.
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 
-/// The place of ID_AA64PFR0, and its field GIC: the CPU interface has system registers, those of GICv3.
+/// The place (8 * CRm + op2) of ID_AA64PFR0, and its field GIC: the CPU interface has system registers, those of GICv3.
 const PFR0: usize = 8 * 4;
 const PFR0_GIC: u64 = 0xf << 24;
 const PFR0_GIC_V3: u64 = 1 << 24;
@@ -101,7 +101,7 @@ fn is_safe(order: Order, value: u64, limit: u64) -> bool {
     }
 }
 
-/// The registers of a VM.
+/// The identification registers of a VM's processors.
 #[derive(Clone, Debug)]
 pub(crate) struct Identification {
     values: [u64; COUNT],
@@ -142,7 +142,7 @@ impl IdRegister {
         }
     }
 
-    /// Returns the names of all registers.
+    /// Returns the names of all registers of this file.
     pub(crate) fn names() -> impl Iterator<Item = SystemName> {
         let features = (1..=7).flat_map(|crm| (0..=7).map(move |op2| (crm, op2)));
         features

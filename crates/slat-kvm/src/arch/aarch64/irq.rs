@@ -1,11 +1,11 @@
 //! How interrupts reach vCPUs: by the GIC, or by the client's own interrupt controller.
 //!
 //! # Locks
-//! After the locks of the irqfds and the routes, a call acquires these locks in this order, and may skip some: the vCPUs
-//! (for reading), the turn of the first runs ([`Chips::make_ready`]), the GIC with its ITSs. A call that holds the GIC
-//! acquires no other lock of this table, because the GIC has a list of its vCPUs of its own. A thread holds the GIC only
-//! while it has no reason to wait. The ends of interrupts that a locked GIC reports are passed to irqfds after the GIC
-//! is unlocked.
+//! After the locks of the irqfds and the routes, a call acquires these locks in this order, and may skip some: the
+//! vCPUs (for reading), the turn of the first runs ([`Chips::make_ready`]), the GIC with its ITSs. A call that holds
+//! the GIC acquires no other lock of this table, because the GIC has a list of its vCPUs of its own. A thread holds the
+//! GIC only while it has no reason to wait. The EOIs that a locked GIC reports are passed to irqfds after the GIC is
+//! unlocked.
 
 use crate::arch::aarch64::chips::{Chips, Ended, InOrder, Parts, TimerPpis, names, refused};
 use crate::arch::aarch64::devices::{Device, VmTimer};
@@ -212,7 +212,7 @@ impl Interrupts {
         }
     }
 
-    /// Whether the controllers tell when the guest ends an interrupt.
+    /// Whether the interrupt controllers report the guest's EOIs, as resampled irqfds need.
     pub(crate) fn can_resample(&self) -> bool {
         self.exist()
     }
@@ -299,7 +299,7 @@ impl Interrupts {
         })
     }
 
-    /// Drives the PPIs of a vCPU's timers: the virtual one in bit 0 of `levels`, the physical one in bit 1.
+    /// Sets the lines of the PPIs of a vCPU's timers: the virtual one in bit 0 of `levels`, the physical one in bit 1.
     pub(crate) fn drive_timers(&self, vcpu: &VcpuCommon, chips: &Chips, levels: u64) {
         let ppis = self.arch.timer_ppis(|timers| timers.ppis);
         let by = vcpu.arch.index;
@@ -382,7 +382,8 @@ impl Interrupts {
         done
     }
 
-    /// Signals resampled irqfds for interrupts that the guest has ended. Call with the GIC unlocked.
+    /// Signals resampled irqfds for interrupts that the guest has ended (EOI, or deactivation). Call with the GIC
+    /// unlocked.
     fn carry_out(&self, Ended(intids): Ended) {
         for intid in intids {
             let gsi = self.routes().gsi_of(Target::Spi(intid - PRIVATE));

@@ -43,7 +43,7 @@ pub(crate) struct VcpuMachine {
     stolen_time: Option<u64>,
     /// The outputs of the timers that the GIC has seen. `None`: unknown.
     driven: Option<u64>,
-    /// [`Chips::restores`](crate::arch::aarch64::chips::Chips::restores) at that time.
+    /// [`Chips::restores`](crate::arch::aarch64::chips::Chips::restores) when `driven` was set.
     restores: u32,
 }
 

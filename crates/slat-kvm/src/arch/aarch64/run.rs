@@ -260,7 +260,7 @@ impl VcpuObject {
         let page = &self.page;
         let gpa = fault.ipa;
         if fault.is_fetch || fault.is_walk {
-            // Nothing answers: a device has neither code nor tables.
+            // No device answers such an access: a device has neither code nor tables.
             inner.take_abort(fault);
             return Ok(Next::Again);
         }
@@ -338,7 +338,7 @@ const TRANSLATION_FAULT_LEVEL_1: u8 = 0b00_0101;
 const ISS: u64 = (1 << 25) - 1;
 
 impl Inner {
-    /// Lets EL1 take the external abort of an access that nothing has answered.
+    /// Lets EL1 take the external abort of an access that no device has answered.
     fn take_abort(&mut self, fault: &Stage2<Refusal>) {
         let abort = fault.external();
         match fault.is_fetch {

@@ -7,7 +7,7 @@ use crate::heap;
 use kvm_bindings::*;
 use std::ops::RangeInclusive;
 
-/// What happens to a guest's call.
+/// What happens to a guest's call of the firmware (SMCCC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// The firmware carries it out.
@@ -50,12 +50,13 @@ const SERVICES: [u64; SERVICE_REGISTERS] = [
     PROCESSORS,
 ];
 
-/// The settings.
+/// What the client has chosen for a VM: the filter of firmware calls, the services, and the registers that identify the
+/// processor.
 #[derive(Debug)]
 pub(crate) struct Settings {
     /// Whether a vCPU has run.
     has_run: bool,
-    /// Functions with what happens to their calls. No two ranges overlap.
+    /// Ranges of functions of the firmware, each with what happens to its calls. No two ranges overlap.
     filter: Vec<(RangeInclusive<u32>, Action)>,
     services: [u64; SERVICE_REGISTERS],
     identification: Identification,
@@ -131,7 +132,7 @@ impl Settings {
         self.services[register] & service != 0
     }
 
-    /// Returns a register of services.
+    /// Returns a register of services, which has a bit for each service that the guest may call.
     ///
     /// # Errors
     /// `ENOENT`.

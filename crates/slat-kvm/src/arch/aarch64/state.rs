@@ -220,7 +220,7 @@ pub(crate) enum Power {
 pub(crate) struct VcpuShared {
     /// MPIDR_EL1.
     mpidr: AtomicU64,
-    /// The number of vCPUs that the VM had before: the index of the vCPU in the GIC.
+    /// The number of vCPUs that were created before this one: its index in the GIC.
     pub(crate) index: usize,
     /// Whether the vCPU has begun to run.
     has_run: AtomicBool,

@@ -11,7 +11,7 @@ const LINES: u32 = 1020 - 32;
 pub(crate) enum Target {
     /// The line of an SPI, counted from the first SPI.
     Spi(u32),
-    /// A message.
+    /// A message (MSI).
     Msi(Msi),
 }
 

@@ -26,14 +26,14 @@ pub(crate) struct Timer {
     compare: u64,
 }
 
-/// Which timer.
+/// One of the two timers of EL1, or its counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
     Virtual,
     Physical,
 }
 
-/// The place of a register among those of its timer.
+/// A register of a timer.
 #[derive(Clone, Copy)]
 enum Field {
     Value,

@@ -191,7 +191,7 @@ fn check_group(group: u32) -> Result<()> {
     }
 }
 
-/// Returns what attributes need of the VM.
+/// Returns what accesses to attributes of the GIC need of the VM.
 fn context<'a>(chips: &'a Chips, vcpus: &'a [slat_gic::gic::VcpuName]) -> Vm<'a, Tables> {
     Vm {
         vcpus,
@@ -209,7 +209,7 @@ impl VmObject {
         })
     }
 
-    /// Puts a device on the bus.
+    /// Puts a device on the VM's bus.
     ///
     /// # Errors
     /// `ENOMEM`.

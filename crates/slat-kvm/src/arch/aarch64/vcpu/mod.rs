@@ -259,7 +259,7 @@ impl Inner {
     /// Call when the vCPU exists. It waits for `KVM_ARM_VCPU_INIT`.
     pub(crate) fn begin_life(&mut self) {}
 
-    /// Resets the vCPU. It begins to execute at `start`, if another vCPU has named a place.
+    /// Resets the vCPU. It begins to execute at `start`, if another vCPU has started it there.
     pub(crate) fn reset(&mut self, start: Option<Start>) {
         self.cpu.reset();
         self.machine.reset();

@@ -114,7 +114,7 @@ impl Core {
         }
     }
 
-    /// Sets the register.
+    /// Sets this core register.
     ///
     /// # Errors
     /// `EINVAL` for a PSTATE of a mode that the processor does not have.
