@@ -200,7 +200,7 @@ pub(crate) fn close() {
     }
 }
 
-/// Whether `fd` is one of the files that [`open`] has opened. Async-signal-safe.
+/// Whether `fd` is one of the files that `open` has opened. Async-signal-safe.
 pub fn holds(fd: i32) -> bool {
     FILES.peek().is_some_and(|files| {
         [&files.maps, &files.smaps]
