@@ -27,7 +27,8 @@ mod client {
     const IS_X86: bool = cfg!(target_arch = "x86_64");
 
     /// The number of this machine in an ELF file, and code that makes the calls open (or openat), ioctl and exit_group. The
-    /// path of the device is behind the code.
+    /// path of the device is behind the code. On arm64 a word 0 stands for `svc`, because slat takes each such word for an
+    /// instruction that is in a segment of this program with code, and linkers put data there, too.
     const MACHINE: (u8, &[u8]) = match IS_X86 {
         true => (
             62,
@@ -40,9 +41,9 @@ mod client {
         false => (
             183,
             &[
-                0x60, 0x0c, 0x80, 0x92, 0x41, 1, 0, 0x10, 0x42, 0, 0x80, 0xd2, 8, 7, 0x80, 0xd2, 1,
-                0, 0, 0xd4, 1, 0xc0, 0x95, 0xd2, 2, 0, 0x80, 0xd2, 0xa8, 3, 0x80, 0xd2, 1, 0, 0,
-                0xd4, 0xc8, 0x0b, 0x80, 0xd2, 1, 0, 0, 0xd4,
+                0x60, 0x0c, 0x80, 0x92, 0x41, 1, 0, 0x10, 0x42, 0, 0x80, 0xd2, 8, 7, 0x80, 0xd2, 0,
+                0, 0, 0, 1, 0xc0, 0x95, 0xd2, 2, 0, 0x80, 0xd2, 0xa8, 3, 0x80, 0xd2, 0, 0, 0, 0,
+                0xc8, 0x0b, 0x80, 0xd2, 0, 0, 0, 0,
             ],
         ),
     };
@@ -67,7 +68,12 @@ mod client {
         for word in [0, BASE, BASE, size, size, 0x1000u64] {
             file.extend(word.to_le_bytes());
         }
-        file.extend(code);
+        for word in code.chunks(4) {
+            match word {
+                [0, 0, 0, 0] => file.extend(std::hint::black_box(0xd400_0001_u32).to_le_bytes()),
+                word => file.extend(word),
+            }
+        }
         file.extend(text.as_bytes());
         let path = std::env::temp_dir().join(format!("slat-{name}-{}", std::process::id()));
         let mut options = OpenOptions::new();

@@ -43,6 +43,20 @@ mod client {
     use std::path::PathBuf;
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
+    /// A parameter of KVM's module that slat shows, its rights, and the kernel's O_LARGEFILE (the C library's is 0).
+    const PARAMETER: &str = match IS_X86 {
+        true => "nx_huge_pages_recovery_ratio",
+        false => "halt_poll_ns",
+    };
+    const RIGHTS: u32 = match IS_X86 {
+        true => 0o644,
+        false => 0o444,
+    };
+    const O_LARGEFILE: i32 = match IS_X86 {
+        true => 0o100_000,
+        false => 0o400_000,
+    };
+    const IS_X86: bool = cfg!(target_arch = "x86_64");
 
     /// Makes another program read `/proc/cpuinfo`, because slat reads the variable only at a program's start.
     #[cfg(target_arch = "x86_64")]
@@ -95,7 +109,11 @@ os._exit(0)";
     #[ignore = "runs as a client"]
     fn owner_mode_and_attributes() {
         let before = fs::metadata("/dev/kvm").unwrap().mode();
-        for path in [c"/dev/kvm", c"/sys/module/kvm/parameters/nx_huge_pages"] {
+        for path in [
+            "/dev/kvm",
+            &format!("/sys/module/kvm/parameters/{PARAMETER}"),
+        ] {
+            let path = CString::new(path).unwrap();
             let path = path.as_ptr();
             let list = c"system.posix_acl_access".as_ptr();
             let to = std::ptr::null_mut();
@@ -311,7 +329,6 @@ os._exit(0)";
     #[test]
     #[ignore = "runs as a client"]
     fn flags_do_what_they_do_to_a_device() {
-        const O_LARGEFILE: i32 = 0o100_000;
         let rdwr = libc::O_RDWR;
         for flags in [
             libc::O_CREAT | libc::O_EXCL,
@@ -573,16 +590,15 @@ os._exit(0)";
     #[test]
     #[ignore = "runs as a client"]
     fn parameters_open_by_any_spelling() {
-        let parameter = "nx_huge_pages_recovery_ratio";
-        let plain = format!("/sys/module/kvm/parameters/{parameter}");
+        let plain = format!("/sys/module/kvm/parameters/{PARAMETER}");
         if is_native() && !fs::exists(&plain).unwrap() {
             return;
         }
         let value = fs::read_to_string(&plain).unwrap();
         assert!(value.trim().parse::<u32>().is_ok());
         for path in [
-            format!("//sys/module/./kvm//parameters/{parameter}"),
-            format!("/proc/self/root/sys/module/kvm/parameters/{parameter}"),
+            format!("//sys/module/./kvm//parameters/{PARAMETER}"),
+            format!("/proc/self/root/sys/module/kvm/parameters/{PARAMETER}"),
         ] {
             // Links can be followed only where the directories exist.
             if path.starts_with("/proc") && !fs::exists("/sys/module/kvm/parameters").unwrap() {
@@ -594,12 +610,7 @@ os._exit(0)";
         assert!(stat.is_file());
         assert_eq!((stat.len(), stat.nlink()), (4096, 1));
         if !is_native() {
-            // KVM for arm64 has no such parameter. slat shows it, but has nothing to set.
-            let mode = match cfg!(target_arch = "x86_64") {
-                true => 0o644,
-                false => 0o444,
-            };
-            assert_eq!(stat.mode() & 0o777, mode);
+            assert_eq!(stat.mode() & 0o777, RIGHTS);
         }
         let slash = fs::read_to_string(plain.clone() + "/").unwrap_err();
         assert_eq!(slash.raw_os_error(), Some(libc::ENOTDIR));
