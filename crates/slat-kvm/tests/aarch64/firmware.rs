@@ -1,6 +1,6 @@
 //! What a guest's calls of the firmware do, and what a client chooses about them.
 
-use super::guests::{CODE, Guest, X0, code, get, set};
+use super::guests::{CODE, Guest, PC, X0, code, get, set};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::arch::global_asm;
@@ -288,6 +288,7 @@ fn a_guest_switches_itself_off_to_hibernate() {
     assert_eq!(call(&mut vcpu, PSCI_FEATURES, SYSTEM_OFF2)[0], 1);
     assert_eq!(call(&mut vcpu, SYSTEM_OFF2, 2)[0], INVALID_PARAMETERS);
     for kind in [0, 1] {
+        set(&vcpu, PC, CODE);
         set(&vcpu, x(0), SYSTEM_OFF2);
         set(&vcpu, x(1), kind);
         set(&vcpu, x(2), 0);
@@ -301,6 +302,7 @@ fn a_guest_switches_itself_off_to_hibernate() {
         vcpu.set_mp_state(runnable).unwrap();
     }
     // Older versions do not have the function.
+    set(&vcpu, PC, CODE);
     set(&vcpu, version, 0x1_0002);
     assert_eq!(
         call(&mut vcpu, PSCI_FEATURES, SYSTEM_OFF2)[0],

@@ -286,14 +286,15 @@ fn capabilities_are_those_that_work() {
         Cap::Ioeventfd,
         Cap::SyncMmu,
         Cap::DestroyMemoryRegionWorks,
+        Cap::SetGuestDebug,
+        Cap::DebugHwBps,
+        Cap::DebugHwWps,
     ] {
         assert!(kvm.check_extension(cap), "{cap:?}");
     }
     for cap in [
         Cap::ArmPmuV3,
         Cap::ArmSve,
-        Cap::SetGuestDebug,
-        Cap::DebugHwBps,
         Cap::Hlt,
         Cap::ExtCpuid,
     ] {
