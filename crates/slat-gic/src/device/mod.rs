@@ -238,7 +238,9 @@ impl Device {
                 let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
                 let (frame, offset) = (frame(group, vcpu), attribute & OFFSET);
                 let mut gic = self.new_gic(vm.vcpus)?;
-                gic.client_write(vcpu, frame, offset, value as u32, vm.memory)?;
+                // It is not too late for another value, but no other one exists.
+                gic.client_write(vcpu, frame, offset, value as u32, vm.memory)
+                    .map_err(|_| Error::Invalid)?;
                 self.identity = Some(gic.client_read(vcpu, frame, IIDR));
                 Ok(())
             }

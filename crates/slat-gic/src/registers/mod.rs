@@ -266,8 +266,8 @@ impl Gic {
     /// Writes 32 bits for the client. `memory` has the tables of LPIs. As in KVM, what is no register ignores writes.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist; or
-    /// the value of GICD_TYPER2 is not the one that the register has.
+    /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist.
+    /// [`Error::Busy`]: the value of GICD_TYPER2 is not the one that the register has.
     ///
     /// # Panics
     /// There is no such vCPU.
@@ -284,7 +284,7 @@ impl Gic {
         };
         match accepted.region.register {
             Register::Distributor if accepted.offset == IIDR => self.client_identity(value),
-            Register::Distributor if accepted.offset > IIDR && value != 0 => Err(Error::Invalid),
+            Register::Distributor if accepted.offset > IIDR && value != 0 => Err(Error::Busy),
             Register::Group if self.model == Model::V2 && !self.client_knows_groups => Ok(()),
             _ => {
                 self.write_register(vcpu, accepted, value.into(), memory);

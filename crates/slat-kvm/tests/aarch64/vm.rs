@@ -292,12 +292,7 @@ fn capabilities_are_those_that_work() {
     ] {
         assert!(kvm.check_extension(cap), "{cap:?}");
     }
-    for cap in [
-        Cap::ArmPmuV3,
-        Cap::ArmSve,
-        Cap::Hlt,
-        Cap::ExtCpuid,
-    ] {
+    for cap in [Cap::ArmPmuV3, Cap::ArmSve, Cap::Hlt, Cap::ExtCpuid] {
         assert!(!kvm.check_extension(cap), "{cap:?}");
     }
     assert_eq!(kvm.get_nr_memslots(), 32764);

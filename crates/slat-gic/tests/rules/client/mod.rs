@@ -293,7 +293,7 @@ fn revisions() {
     assert_eq!(v3.get(group::REDISTRIBUTOR, 0), Ok(0));
     assert_eq!(
         v3.set(group::DISTRIBUTOR, 0xc, 1),
-        Err(EINVAL),
+        Err(EBUSY),
         "GICD_TYPER2"
     );
     v3.set(group::DISTRIBUTOR, 0xc, 0).unwrap();

@@ -37,12 +37,12 @@ const fn writable(crm: usize, op2: usize, mask: u64) -> Writable {
     Writable { crm, op2, mask }
 }
 
-/// The registers, with the fields of Linux 6.12.
-const WRITABLE: [Writable; 13] = [
+/// The registers, with the fields of Linux 7.3.
+const WRITABLE: [Writable; 14] = [
     // ID_AA64PFR0: all but AMU, MPAM, SVE, RAS, AdvSIMD, FP.
     writable(4, 0, 0xffff_00f0_0f00_ffff),
-    // ID_AA64PFR1: CSV2_frac, SSBS, BT.
-    writable(4, 1, 0x0000_000f_0000_00ff),
+    // ID_AA64PFR1: DF2, CSV2_frac, SSBS, BT.
+    writable(4, 1, 0x0f00_000f_0000_00ff),
     // ID_AA64PFR2: FPMR.
     writable(4, 2, 0x0000_000f_0000_0000),
     // ID_AA64ZFR0: all.
@@ -57,14 +57,16 @@ const WRITABLE: [Writable; 13] = [
     writable(6, 1, 0xffff_ffff_00ff_f00f),
     // ID_AA64ISAR2: all but those of pointer authentication.
     writable(6, 2, 0xffff_0fff_ffff_00ff),
-    // ID_AA64MMFR0: all but the granules of stage 2.
-    writable(7, 0, 0xff00_f000_ffff_ffff),
-    // ID_AA64MMFR1: all but HCX, TWED, XNX, VH, VMIDBits.
-    writable(7, 1, 0xffff_f0f0_0fff_f00f),
+    // ID_AA64ISAR3: FPRCVT, LSUI, LSFE, FAMINMAX.
+    writable(6, 3, 0x0000_0000_ff0f_00f0),
+    // ID_AA64MMFR0: all.
+    writable(7, 0, 0xff00_ffff_ffff_ffff),
+    // ID_AA64MMFR1: all but XNX, VH, VMIDBits.
+    writable(7, 1, 0xffff_ffff_0fff_f00f),
     // ID_AA64MMFR2: all but EVT, FWB, IDS, NV, CCIDX.
     writable(7, 2, 0xf0ff_000f_f00f_ffff),
-    // ID_AA64MMFR3: TCRX, S1PIE, S1POE.
-    writable(7, 3, 0x0000_0000_000f_0f0f),
+    // ID_AA64MMFR3: TCRX, SCTLRX, S1PIE, S1POE.
+    writable(7, 3, 0x0000_0000_000f_0fff),
 ];
 
 /// How two values of a field compare.
@@ -76,6 +78,8 @@ enum Order {
     Signed,
     /// The greater unsigned number promises less.
     Reversed,
+    /// 1 says that there is nothing. No other number promises less than another one.
+    Granule,
 }
 
 /// DebugVer of Armv8: a debugger finds no earlier architecture in AArch64.
@@ -85,6 +89,8 @@ fn order(crm: usize, op2: usize, shift: u32) -> Order {
     match (crm, op2, shift) {
         // PMUVer and DoubleLock; TGran64 and TGran4.
         (5, 0, 8 | 36) | (7, 0, 24 | 28) => Order::Signed,
+        // The granules of a nested stage 2.
+        (7, 0, 32 | 36 | 40) => Order::Granule,
         // SpecSEI.
         (7, 1, 24) => Order::Reversed,
         _ => Order::Unsigned,
@@ -98,6 +104,7 @@ fn is_safe(order: Order, value: u64, limit: u64) -> bool {
         Order::Unsigned => value <= limit,
         Order::Signed => signed(value) <= signed(limit),
         Order::Reversed => value >= limit,
+        Order::Granule => value == limit || value == 1,
     }
 }
 
@@ -322,6 +329,9 @@ mod tests {
         let mmfr0 = limits().get(feature(7, 0));
         assert!(set(feature(7, 0), mmfr0 | 0xf << 28));
         assert!(!set(feature(7, 0), mmfr0 | 1 << 28));
+        // TGran16_2: 1 says that there is no such granule.
+        assert!(set(feature(7, 0), mmfr0 | 1 << 32));
+        assert!(!set(feature(7, 0), mmfr0 | 2 << 32));
         // DIC is clear.
         let ctr = limits().get(IdRegister::Ctr);
         assert!(set(IdRegister::Ctr, ctr - 1));
