@@ -61,7 +61,7 @@ fn cpu() -> Cpu {
         assert!(cpu.set_system(name, value));
     }
     common::always(&mut cpu);
-    // SAFETY: the pages are mappings of `Memory`, whose words are accessed guarded and by pointers alone.
+    // SAFETY: the pages are mappings of `Memory`, which only guarded accesses and raw pointers reach.
     // `Memory::new` has installed the handlers.
     unsafe { cpu.access_directly() };
     cpu.state.pc = CODE;

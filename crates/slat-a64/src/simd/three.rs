@@ -23,7 +23,7 @@ pub(super) fn same(form: Form) -> Option<Simd> {
             .filter(|_| !form.is_scalar);
     }
     let op = same_integer(opcode, u)?;
-    // The sizes that vectors may have, and those that scalars may have.
+    // The element sizes (the field `size`: 0 is a byte, 3 a doubleword) of the vector form, and of the scalar form.
     let (vectors, scalars): (_, &[u8]) = match op {
         Integer::SaturatingAdd | Integer::SaturatingSub => (0..=3, &[0, 1, 2, 3]),
         Integer::ShiftBy {

@@ -15,7 +15,7 @@ pub struct Shared {
     host: *mut u8,
 }
 
-// SAFETY: the address of a mapping, which is accessed guarded and by pointers alone.
+// SAFETY: the pointer is the address of a mapping. Only guarded accesses and raw pointers reach the mapping.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -133,7 +133,7 @@ impl Memory {
             false => libc::PROT_READ | libc::PROT_WRITE,
         };
         let page = self.host(ipa & !(PAGE - 1));
-        // SAFETY: a page of a mapping of our own, which is accessed guarded.
+        // SAFETY: the page belongs to this mapping, and the CPU makes only guarded accesses to it.
         let done = unsafe { libc::mprotect(page.cast(), PAGE as usize, rights) };
         assert_eq!(done, 0);
     }

@@ -75,7 +75,7 @@ impl Guest {
         }
         let mut cpu = Cpu::new(state);
         common::always(&mut cpu);
-        // SAFETY: the pages are mappings of the memory, whose words are accessed guarded and by pointers alone.
+        // SAFETY: the pages are mappings of the memory, which only guarded accesses and raw pointers reach.
         // `Memory::new` has installed the handlers.
         unsafe { cpu.access_directly() };
         Self { cpu, memory }

@@ -57,7 +57,7 @@ const MOST_LEAVES: u32 = 10_000_000;
 /// Lets compiled code access the memory itself.
 fn access_directly(cpu: &mut Cpu) {
     #[cfg(feature = "jit")]
-    // SAFETY: the pages are mappings of `Memory`, whose words are accessed guarded and by pointers alone. `Memory::new`
+    // SAFETY: the pages are mappings of `Memory`, which only guarded accesses and raw pointers reach. `Memory::new`
     // has installed the handlers.
     unsafe {
         cpu.access_directly()

@@ -253,7 +253,7 @@ pub(crate) fn replace(old: u64, offset: u32, width: usize, value: u64) -> u64 {
     old & !mask | value << shift & mask
 }
 
-/// Reads the bytes of an access as a number. `None`: the access has a width that no access has.
+/// Returns the bytes of an access as a little-endian number. `None`: the width is not 1, 2, 4 or 8.
 pub(crate) fn number(data: &[u8]) -> Option<u64> {
     let mut bytes = [0; 8];
     bytes.get_mut(..data.len())?.copy_from_slice(data);

@@ -298,7 +298,7 @@ impl List {
                         self.write(4, CPU_INTERFACE + 0x1c, point + 1);
                     }
                     Model::V3 => {
-                        // With a common binary point the one of group 1 could not be written.
+                        // While ICC_CTLR.CBPR is set, ICC_BPR1 cannot be written: it is cleared.
                         let control = self.gic.read_icc(0, Icc::Ctlr).unwrap();
                         self.write_register(Icc::Ctlr, control & 2);
                         self.write_register(Icc::Bpr(Group::Zero), point);

@@ -107,7 +107,7 @@ impl Guest {
         self.gic.write(vcpu, frame, offset, &[priority], &NoMemory);
     }
 
-    /// Makes all 16 interrupts of a register of triggers levels, or edges.
+    /// Makes the 16 interrupts of `intid`'s GICD_ICFGR edge-triggered, or level-sensitive.
     fn set_triggers(&mut self, intid: u32, are_edges: bool) {
         let offset = 0xc00 + u64::from(intid / 16 * 4);
         let value = if are_edges { 0xaaaa_aaaa } else { 0 };

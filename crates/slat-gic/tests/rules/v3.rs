@@ -8,7 +8,7 @@ fn guest() -> Guest {
 
 const RD: Frame = Frame::Redistributor(1);
 
-/// GICD_CTLR has affinity routing and one security state; as in KVM one bit enables all.
+/// In GICD_CTLR, ARE and DS are always set. As in KVM, bit 1 alone enables the interrupts of both groups.
 #[test]
 fn control() {
     let mut guest = Guest::after_reset(Model::V3, 1);

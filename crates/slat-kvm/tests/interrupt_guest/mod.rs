@@ -117,10 +117,10 @@ fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
 /// The interrupt controllers that slat emulates for a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chips {
-    /// slat emulates no controller: the client emulates all. Handlers do not end interrupts.
+    /// slat emulates no interrupt controller: the client emulates all. Handlers write no EOI.
     None,
     Pc,
-    /// slat emulates only local APICs: the client emulates the others.
+    /// A split irqchip: slat emulates the local APICs, and the client emulates the I/O APIC and the 8259 pair.
     Split,
 }
 

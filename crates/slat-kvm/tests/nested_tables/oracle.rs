@@ -24,9 +24,9 @@ pub enum Kind {
 /// The outcome of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// The access reaches the hypervisor's page with this number.
+    /// The access reaches the page with this number in the physical memory of L1, the hypervisor in the guest.
     Page(u64),
-    /// The access reaches this address of the hypervisor, which is not memory, or is read-only.
+    /// The access reaches this physical address of L1, where no memory is, or read-only memory.
     Mmio(u64),
     /// The guest gets a page fault with this error code.
     PageFault(u64),

@@ -225,8 +225,8 @@ impl Tlb {
         }
     }
 
-    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows an
-    /// access that the tables do not allow.
+    /// Call in a quiet moment, when every operation has returned. Returns a message about an entry that broke
+    /// break-before-make, or about a cached entry that allows an access that the tables do not allow.
     pub fn stale(&self) -> Option<String> {
         self.with(|inner| {
             inner.compare_touched();

@@ -46,7 +46,7 @@ const CALLS: u32 = 64;
 /// The number of sites that are counted.
 const SITES: usize = 32;
 
-/// The number of times that a site was dispatched. `back` is the address after the site, where the program continues.
+/// The number of calls of `KVM_RUN` that a call site has made. `back` is the address after the site, where the program continues.
 struct Count {
     back: AtomicUsize,
     calls: AtomicU32,

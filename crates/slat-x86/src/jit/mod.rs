@@ -159,7 +159,9 @@ impl Client {
         })
     }
 
-    /// Returns compiled code that can be entered at a block, given as its kind, place and bytes.
+    /// Returns a compiled region that probably has an entry for a block, given as the block's kind, its place (RIP, or the
+    /// offset in its page if the kind is movable) and its bytes. The look-up compares hashes: the caller has to compare
+    /// the region's code with memory.
     pub(crate) fn known(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
         self.compiler.known.at(kind, place, bytes)
     }

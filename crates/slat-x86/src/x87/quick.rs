@@ -26,8 +26,9 @@ use plan::{Plan, touched};
 #[cfg(test)]
 pub(super) use handlers::LEFT;
 
-/// If an instruction can be executed with only its operands, returns the handler that does so, and stores the handler's
-/// plan in `op`.
+/// Returns the quick handler of an x87 instruction, and stores the handler's [`Plan`] in `op`. `None`: the instruction
+/// has no quick handler. A quick handler gives the host only the operands and the control word, not the whole state of
+/// the x87 unit.
 pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
     let (reg, i) = (modrm >> 3 & 7, modrm & 7);
     let own = own_stub(op);

@@ -273,7 +273,8 @@ impl Identification {
     }
 }
 
-/// Whether the register has no meaning in this architecture, and is zero always: ID_AFR0, ID_DFR1, and two without a name.
+/// Whether the register is always zero, as in KVM: ID_AFR0 and ID_DFR1, which KVM hides, and two encodings that are not
+/// allocated.
 fn is_hidden(place: usize) -> bool {
     matches!((place / 8, place % 8), (1, 3) | (3, 3 | 5 | 7))
 }

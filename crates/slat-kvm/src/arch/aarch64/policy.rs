@@ -2,7 +2,7 @@
 
 use crate::words::{policies, words};
 
-/// The policy of the software CPU's compiler, [`Jit`].
+/// The name of the policy [`Jit`], which says what guest code is compiled.
 pub const JIT: &str = "jit";
 
 /// The policy that says which of the guests' code is compiled.

@@ -3,7 +3,7 @@
 use crate::words::{Switch, policies, words};
 use slat_x86::Tier;
 
-/// The name of the policy of the software CPU's compiler, [`Jit`].
+/// The name of the policy [`Jit`], which says what guest code is compiled.
 pub const JIT: &str = "jit";
 
 /// Which of the guests' code is compiled.
