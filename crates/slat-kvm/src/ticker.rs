@@ -269,9 +269,16 @@ impl Client {
         }
     }
 
+    /// Records that the vCPU executes nothing. All accesses of its guest are done.
     #[inline]
     pub(crate) fn rests(&self) {
-        self.executes.store(false, Ordering::Relaxed);
+        self.executes.store(false, Ordering::Release);
+    }
+
+    /// Whether the vCPU executes now. If not, it finds all bits that were raised before this call before its guest's next
+    /// access: it records that it executes, and then reads the attention word, both sequentially consistently.
+    pub(crate) fn is_executing(&self) -> bool {
+        self.executes.load(Ordering::SeqCst)
     }
 }
 

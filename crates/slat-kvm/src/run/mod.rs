@@ -295,12 +295,12 @@ impl VcpuObject {
         let by_guest = raised & bits::GUEST_FLUSH != 0;
         if by_host || by_guest {
             self.common().exits.tlb_flush.add(1);
-            inner.flush_translations();
         }
         if by_guest {
-            inner.machine.flush_shadowed();
+            self.drop_invalidated(inner);
         }
         if by_host {
+            inner.flush_translations();
             inner.as_mut().quiesce();
         }
         if by_host || raised & bits::POLL != 0 {

@@ -112,6 +112,37 @@ slat_test_gic2_end:
     "
 );
 
+// Enables and waits as above. The handler lets other interrupts in as soon as it has acknowledged one, and then writes its
+// INTID to the device.
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 2048
+slat_test_gic_nested:
+    adr x0, 9f
+    msr vbar_el1, x0
+    mov w0, #2
+    str w0, [x19]
+    str w23, [x19, #0x104]
+    mov x0, #0xf0
+    msr S3_0_C4_C6_0, x0
+    mov x0, #1
+    msr S3_0_C12_C12_7, x0
+    isb
+    msr daifclr, #2
+4:  wfi
+    b 4b
+    .balign 2048
+9:  .skip 0x280
+    mrs x0, S3_0_C12_C12_0
+    msr daifclr, #2
+    str w0, [x21]
+    b .
+slat_test_gic_nested_end:
+    .popsection
+    "
+);
+
 // Starts vCPU 1. Each vCPU writes ID_AA64PFR0_EL1.GIC to the device at 0x0900_0000.
 global_asm!(
     r"
@@ -208,10 +239,15 @@ impl Gic {
 
     /// Calls `prepare` before there are vCPUs.
     fn with(model: u32, vcpus: u64, prepare: impl FnOnce(&Guest)) -> Self {
-        let guest = Guest::new(match model {
+        let code = match model {
             V2 => code!(slat_test_gic2, slat_test_gic2_end),
             _ => code!(slat_test_gic3, slat_test_gic3_end),
-        });
+        };
+        Self::with_code(model, vcpus, code, prepare)
+    }
+
+    fn with_code(model: u32, vcpus: u64, code: &[u8], prepare: impl FnOnce(&Guest)) -> Self {
+        let guest = Guest::new(code);
         prepare(&guest);
         let device = create(&guest.vm, model).unwrap();
         let vcpus: Vec<_> = (0..vcpus).map(|id| guest.vcpu(id, 0)).collect();
@@ -308,6 +344,15 @@ fn a_line_wakes_a_waiting_vcpu() {
             assert_eq!(taken.join().unwrap(), [33, 33]);
         });
     }
+}
+
+#[test]
+fn an_acknowledged_interrupt_is_not_taken_again() {
+    let code = code!(slat_test_gic_nested, slat_test_gic_nested_end);
+    let mut gic = Gic::with_code(V3, 1, code, |_| ());
+    gic.set(0, 23, 1 << 1);
+    gic.line(33, true);
+    assert_eq!(acknowledged(&mut gic.vcpus[0]), 33);
 }
 
 #[test]

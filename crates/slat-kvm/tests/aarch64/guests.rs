@@ -5,6 +5,7 @@ use kvm_bindings::*;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::arch::global_asm;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// The guest-physical address of the guests' code, and that of a device.
 pub const CODE: u64 = 0x4000_0000;
@@ -203,6 +204,61 @@ fn a_guest_starts_its_second_processor() {
     });
     // SYSTEM_OFF has switched off both vCPUs.
     assert_eq!(first.get_mp_state().unwrap().mp_state, KVM_MP_STATE_STOPPED);
+}
+
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 64
+slat_test_code:
+    cbnz x20, 2f
+    // The first vCPU makes the function return 3, and tells the test.
+    adr x1, 9f
+    movz w0, #0x5280, lsl #16
+    movk w0, #0x0060
+    str w0, [x1]
+    dsb ish
+    ic ivau, x1
+    dsb ish
+    isb
+    str w0, [x21]
+    // The second vCPU calls the function before and after it waits.
+2:  bl 9f
+    str w0, [x21]
+    wfi
+    bl 9f
+    str w0, [x21]
+9:  mov w0, #2
+    ret
+slat_test_code_end:
+    .popsection
+    "
+);
+
+#[test]
+fn a_sleeping_vcpu_drops_code_that_another_has_invalidated() {
+    let guest = Guest::new(code!(slat_test_code, slat_test_code_end));
+    let [mut first, mut second] = [0, 1].map(|id| {
+        let vcpu = guest.vcpu(id, 0);
+        set(&vcpu, X0 + 2 * 20, id);
+        set(&vcpu, X0 + 2 * 21, DEVICE);
+        vcpu
+    });
+    let written = |vcpu: &mut VcpuFd| match vcpu.run() {
+        Ok(VcpuExit::MmioWrite(DEVICE, data)) => u32::from_le_bytes(data.try_into().unwrap()),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(written(&mut second), 2);
+    std::thread::scope(|scope| {
+        let second = scope.spawn(move || written(&mut second));
+        std::thread::sleep(Duration::from_millis(100));
+        written(&mut first);
+        let line = KVM_ARM_IRQ_TYPE_CPU << KVM_ARM_IRQ_TYPE_SHIFT
+            | 1 << KVM_ARM_IRQ_VCPU_SHIFT
+            | KVM_ARM_IRQ_CPU_IRQ;
+        guest.vm.set_irq_line(line, true).unwrap();
+        assert_eq!(second.join().unwrap(), 3);
+    });
 }
 
 #[test]

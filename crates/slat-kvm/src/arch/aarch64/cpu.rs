@@ -2,7 +2,8 @@
 //! probes.
 
 use slat_a64::{
-    AccessProbe, Cpu, Debug, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome,
+    AccessProbe, Cpu, Debug, Hint, Hypervisor, Invalidation, Leave, Pending, Right, Stage2,
+    Syndrome,
 };
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -50,8 +51,8 @@ pub(crate) enum Exit {
         fault: Stage2<Refusal>,
         syndrome: Option<Syndrome>,
     },
-    /// The processor has invalidated translations, which all vCPUs have to drop.
-    Invalidated,
+    /// The processor has invalidated what all vCPUs have to drop.
+    Invalidated(Invalidation),
     /// A debug exception that the client takes.
     Debug(Debug),
     /// The host memory that backs guest memory is not accessible.
@@ -231,7 +232,7 @@ impl Executor {
             Leave::Hint(_) => return None,
             Leave::Hvc(immediate) => Exit::Hvc(immediate),
             Leave::Smc(immediate) => Exit::Smc(immediate),
-            Leave::Invalidated(_) => Exit::Invalidated,
+            Leave::Invalidated(invalidation) => Exit::Invalidated(invalidation),
             Leave::Debug(debug) => Exit::Debug(debug),
             Leave::Stage2 { fault, syndrome } => match fault.reason {
                 Refusal::Device => Exit::Mmio { fault, syndrome },

@@ -173,11 +173,6 @@ impl VcpuMachine {
         level(Which::Virtual, LEVEL_VTIMER) | level(Which::Physical, LEVEL_PTIMER)
     }
 
-    /// Has nothing to compare: no tables of guests are shadowed.
-    pub(crate) fn flush_shadowed(&mut self) -> bool {
-        false
-    }
-
     /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
     pub(crate) fn forget_pages(&mut self) {
         self.memory.flush();

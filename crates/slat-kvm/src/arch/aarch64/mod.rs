@@ -13,6 +13,7 @@
 //! | | `clock` | the host's counter |
 //! | | `eager_split` | whether a log's beginning splits huge leaves |
 //! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
+//! | | `invalidated` | what other vCPUs have invalidated, and a vCPU has to drop |
 //! | parts | `vcpu_state` | the other state of a vCPU |
 //! | | `exits`, `guest_debug` | the exits that only arm64 has, and those of a debugged guest |
 //! | | `timer` | the timers of a vCPU |
@@ -53,6 +54,7 @@ pub(crate) mod formats;
 pub(crate) mod gdb;
 mod guest_debug;
 mod identification;
+mod invalidated;
 pub(crate) mod ioctl;
 mod irq;
 pub(crate) mod limits;

@@ -13,11 +13,16 @@ use crate::fields::{field, set_field};
 use crate::run::Next;
 use crate::signals::Masked;
 use crate::thread::bits;
+use crate::trace;
 use crate::vcpu::{Inner, VcpuObject};
-use crate::{ticker, trace};
+use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
-use slat_a64::{Right, Stage2, Stop, Syndrome};
+use slat::{Attention, Shared};
+use slat_a64::{Invalidation, Right, Stage2, Stop, Syndrome};
 use std::sync::atomic::Ordering;
+
+/// How often a vCPU yields before it interrupts the others, which have to drop what it has invalidated.
+const PATIENCE: u32 = 1000;
 
 impl VcpuObject {
     /// Prepares the GIC, and completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to return at once, with
@@ -133,7 +138,7 @@ impl VcpuObject {
             Exit::Smc(0) => return self.call(inner, KVM_HYPERCALL_EXIT_SMC, masked),
             Exit::Smc(_) => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
-            Exit::Invalidated => self.invalidate_others(inner),
+            Exit::Invalidated(invalidation) => self.invalidate_others(inner, invalidation),
             Exit::Debug(debug) => {
                 guest_debug::exit(page, &debug);
                 return Ok(Next::Return);
@@ -173,20 +178,45 @@ impl VcpuObject {
             || self.device_irq_level(inner) != 0
     }
 
-    /// Makes all other vCPUs drop their translations, and waits until they have done so: the guest's DSB after its TLBI
-    /// follows this.
-    fn invalidate_others(&self, inner: &mut Inner) {
+    /// Makes all other vCPUs drop what is invalid, and waits until none of them uses it: the guest's DSB after its TLBI
+    /// or IC follows this.
+    fn invalidate_others(&self, inner: &mut Inner, invalidation: Invalidation) {
+        let id = self.common().id;
         let vcpus = &self.vm.interrupts.vcpus;
-        for vcpu in vcpus.read().iter() {
-            if vcpu.id != self.common().id {
-                ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
-            }
+        let mut has_others = false;
+        for vcpu in vcpus.read().iter().filter(|vcpu| vcpu.id != id) {
+            vcpu.arch.invalidated.add(invalidation);
+            // A vCPU that sleeps need not wake for this: it takes the bit before it executes.
+            vcpu.attention.raise(bits::GUEST_FLUSH);
+            has_others = true;
         }
+        if !has_others {
+            return;
+        }
+        let is_due = |attention: &Attention| {
+            attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0
+        };
         inner.machine.outside(|machine| {
-            machine.synchronize(&|attention| {
-                attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0
-            });
+            for _ in 0..PATIENCE {
+                // A vCPU that executes nothing takes the bit before its next instruction.
+                let is_used = |vcpu: &Shared<VcpuCommon>| {
+                    vcpu.id != id && vcpu.client.is_executing() && is_due(&vcpu.attention)
+                };
+                if !vcpus.read().iter().any(is_used) {
+                    return;
+                }
+                std::thread::yield_now();
+            }
+            // An access to memory that the client has to provide first may keep a vCPU. This interrupts the access.
+            machine.synchronize(&is_due);
         });
+    }
+
+    /// Drops what other vCPUs have invalidated. Call after taking [`bits::GUEST_FLUSH`].
+    pub(crate) fn drop_invalidated(&self, inner: &mut Inner) {
+        for invalidation in self.common().arch.invalidated.take().as_slice() {
+            inner.cpu.invalidate(*invalidation);
+        }
     }
 
     /// Carries out the guest's call of the firmware. `flags`: those of `KVM_EXIT_HYPERCALL`.

@@ -2,6 +2,7 @@
 
 use crate::arch::aarch64::compiler;
 use crate::arch::aarch64::eager_split;
+use crate::arch::aarch64::invalidated::Invalidated;
 use crate::arch::aarch64::limits::MAX_VCPUS;
 use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
@@ -228,6 +229,7 @@ pub(crate) struct VcpuShared {
     /// The interrupt lines of the processor that are asserted, as [`LINE_IRQ`] and [`LINE_FIQ`]. The GIC sets them, or
     /// without GIC the client.
     pub(crate) lines: AtomicU32,
+    pub(crate) invalidated: Invalidated,
 }
 
 /// The line for interrupts.
@@ -251,6 +253,7 @@ impl VcpuShared {
             has_run: AtomicBool::new(false),
             power: Mutex::new(Power::On),
             lines: AtomicU32::new(0),
+            invalidated: Invalidated::default(),
         }
     }
 

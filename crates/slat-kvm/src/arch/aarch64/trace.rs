@@ -33,7 +33,7 @@ fn class(exit: &Exit) -> Option<u32> {
         Exit::Smc(_) => reason::SMC,
         Exit::Mmio { fault, .. } if fault.is_fetch => reason::FETCH_ABORT,
         Exit::Mmio { .. } | Exit::BadAddress | Exit::OutOfMemory => reason::DATA_ABORT,
-        Exit::Invalidated => reason::SYSTEM,
+        Exit::Invalidated(_) => reason::SYSTEM,
         Exit::Debug(debug) => debug.class(),
         Exit::Probe(ProbeHit::Code) => reason::BREAKPOINT,
         Exit::Probe(ProbeHit::Data(..)) => reason::WATCHPOINT,

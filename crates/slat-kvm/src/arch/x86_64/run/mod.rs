@@ -38,6 +38,12 @@ use std::time::Duration;
 const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
 
 impl VcpuObject {
+    /// Drops what other vCPUs have invalidated: all translations. Call after taking [`bits::GUEST_FLUSH`].
+    pub(crate) fn drop_invalidated(&self, inner: &mut Inner) {
+        inner.flush_translations();
+        inner.machine.flush_shadowed();
+    }
+
     /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if
     /// `KVM_RUN` has to return at once, with success.
     pub(crate) fn prepare(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
