@@ -153,7 +153,7 @@ impl Background for Ticker {
                             polled = true;
                             raise(attention, bits::POLL);
                         }
-                        if client.executes.load(Ordering::SeqCst) {
+                        if client.is_executing() {
                             executes = true;
                             if raised != 0 {
                                 attention.raise(raised);
