@@ -1,4 +1,5 @@
-//! What a processor keeps: translations, and decoded code; and the probes, with which no data are translated from there.
+//! What a processor keeps: translations, and decoded code; and the probes, with which no data are translated from
+//! there.
 
 use crate::code::Code;
 use crate::insn::SystemName;

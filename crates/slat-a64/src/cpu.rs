@@ -128,8 +128,8 @@ impl Cpu {
         self.caches.flush();
     }
 
-    /// Returns the index of the probe that the guest has accessed since the last call, and the address. A device's access
-    /// meets no probe.
+    /// Returns the index of the probe that the guest has accessed since the last call, and the address. A device's
+    /// access meets no probe.
     pub fn take_probe_hit(&mut self) -> Option<(usize, u64)> {
         self.caches.probes.take()
     }

@@ -51,7 +51,8 @@ pub(crate) struct Watched {
 
 impl State {
     /// Whether debug exceptions are generated at a level with this mask (AArch64.GenerateDebugExceptionsFrom). From a
-    /// lower level than the one that takes them, they always are. The lock is the guest's, and does not stop a debugger.
+    /// lower level than the one that takes them, they always are. The lock is the guest's, and does not stop a
+    /// debugger.
     fn debugs_in(&self, pstate: Pstate) -> bool {
         let has_kernel = self.system.get(MDSCR) & MDSCR_KDE != 0;
         let is_masked = pstate.daif & MASK_DEBUG != 0;
@@ -86,8 +87,8 @@ impl State {
         self.debugger.is_some() || self.system.get(MDSCR) & (MDSCR_SS | MDSCR_MDE) != 0
     }
 
-    /// Whether software step is active. [`is_step_due`](Self::is_step_due) says whether an instruction is executed before
-    /// its exception.
+    /// Whether software step is active. [`is_step_due`](Self::is_step_due) says whether an instruction is executed
+    /// before its exception.
     pub(crate) fn steps(&self) -> bool {
         match &self.debugger {
             Some(debugger) => debugger.steps(),

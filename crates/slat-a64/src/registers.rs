@@ -226,9 +226,8 @@ pub(crate) const REGISTERS: &[Register] = &[
     // EL0PCTEN, EL0VCTEN, EVNTEN, EVNTDIR, EVNTI, EL0VTEN, EL0PTEN.
     // CNTKCTL_EL1.
     row([3, 0, 14, 1, 0], Rights::El1, 0, 0x3ff),
-    // Lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache, into which writes come by IC
-    // (DIC is clear), and no cleaning before (IDC is set). SCTLR_EL1 may trap EL0's reads.
-    // CTR_EL0.
+    // Lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache, into which writes come by
+    // IC (DIC is clear), and no cleaning before (IDC is set). SCTLR_EL1 may trap EL0's reads. CTR_EL0.
     row([3, 3, 0, 0, 1], Rights::El1Reads, 0x9444_c004, 0),
     // TPIDR_EL0.
     row([3, 3, 13, 0, 2], Rights::All, 0, ALL),

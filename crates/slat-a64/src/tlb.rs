@@ -205,8 +205,8 @@ impl Tlb {
     }
 }
 
-/// What compiled code needs to find an entry: the logarithm of the bytes of one, the mask of an index, and offsets in an
-/// entry.
+/// What compiled code needs to find an entry: the logarithm of the bytes of one, the mask of an index, and offsets in
+/// an entry.
 #[cfg(feature = "jit")]
 mod layout {
     use super::*;

@@ -74,8 +74,8 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
     /// Like [`HostPlatform::new`], but the pages have `1 << PAGE_SHIFT` bytes.
     ///
     /// # Errors
-    /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller, because a page of a guest
-    /// is resolved as a whole.
+    /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller, because a page of a
+    /// guest is resolved as a whole.
     pub fn with_pages() -> std::io::Result<Arc<Self>> {
         if Self::GRANULE.bytes() > page_size() as u64 {
             return Err(std::io::ErrorKind::InvalidInput.into());

@@ -4,14 +4,14 @@
 //! preserves that register and the stack pointer alone. It returns the address of the code that the thread executes
 //! next, or a number below [`LEAST_CODE`](crate::LEAST_CODE), with which [`enter`] returns.
 //!
-//! A guarded access that fails ends compiled code at once: [`enter`] returns [`FAILED`](crate::FAILED). So compiled code needs no frame
-//! pointer, and no code for such an access.
+//! A guarded access that fails ends compiled code at once: [`enter`] returns [`FAILED`](crate::FAILED). So compiled
+//! code needs no frame pointer, and no code for such an access.
 
 use crate::arch;
 use crate::frame::Frame;
 
-/// Executes compiled code, and the code that follows it, until one returns a number below [`LEAST_CODE`](crate::LEAST_CODE). Returns that
-/// number.
+/// Executes compiled code, and the code that follows it, until one returns a number below
+/// [`LEAST_CODE`](crate::LEAST_CODE). Returns that number.
 ///
 /// # Safety
 /// - `code` is the address of compiled code, as the module's documentation describes it, and so is each address that

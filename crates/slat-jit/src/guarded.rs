@@ -11,8 +11,8 @@ pub const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 pub struct Guarded(pub Box<[(u32, u32)]>);
 
 impl Guarded {
-    /// Returns the accesses of a function of Cranelift's that have [`GUARDED`] as their trap. The number of an access is
-    /// its source location.
+    /// Returns the accesses of a function of Cranelift's that have [`GUARDED`] as their trap. The number of an access
+    /// is its source location.
     pub fn of(compiled: &CompiledCode) -> Self {
         let places = compiled.buffer.get_srclocs_sorted();
         // The traps of divisions are left out, because those divisions never fail.

@@ -79,8 +79,8 @@ struct State {
 }
 
 impl Arena {
-    /// Reserves address space for `bytes` bytes of code, a multiple of the page size. Returns `None` if the host gives none, or cannot
-    /// make all threads see new code.
+    /// Reserves address space for `bytes` bytes of code, a multiple of the page size. Returns `None` if the host gives
+    /// none, or cannot make all threads see new code.
     pub fn try_new(bytes: usize) -> Option<Arc<Self>> {
         if !arch::prepare() {
             return None;

@@ -1,5 +1,5 @@
-//! Request numbers of the KVM ioctls, built from the sizes of kvm-bindings' structs. kvm-bindings has the structs but not
-//! the request numbers.
+//! Request numbers of the KVM ioctls, built from the sizes of kvm-bindings' structs. kvm-bindings has the structs but
+//! not the request numbers.
 
 use crate::arch;
 use crate::requests::{io, ior, iow, iowr, requests};

@@ -275,8 +275,8 @@ impl Client {
         self.executes.store(false, Ordering::Release);
     }
 
-    /// Whether the vCPU executes now. If not, it finds all bits that were raised before this call before its guest's next
-    /// access: it records that it executes, and then reads the attention word, both sequentially consistently.
+    /// Whether the vCPU executes now. If not, it finds all bits that were raised before this call before its guest's
+    /// next access: it records that it executes, and then reads the attention word, both sequentially consistently.
     pub(crate) fn is_executing(&self) -> bool {
         self.executes.load(Ordering::SeqCst)
     }

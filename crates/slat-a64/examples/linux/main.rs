@@ -1,12 +1,12 @@
-//! Boots Linux on a board with one processor: slat-a64 and slat-gic alone, without KVM's API. Any machine can be the host, so
-//! this is how to find out what the processor makes of a kernel, and where its time goes.
+//! Boots Linux on a board with one processor: slat-a64 and slat-gic alone, without KVM's API. Any machine can be the
+//! host, so this is how to find out what the processor makes of a kernel, and where its time goes.
 //!
 //! `cargo run --release -p slat-a64 --example linux -- [--interpret] IMAGE INITRD [COMMAND LINE...]`
 //!
-//! IMAGE is a kernel for arm64 that is not compressed. The console is on standard input and output. The guest's clock counts
-//! instructions, and so does not depend on the host's speed; it goes on when the guest waits. When the guest has powered off,
-//! the number of instructions and the CPU time are printed to standard error. Hot code is compiled, on a thread of its own, but
-//! not with `--interpret`.
+//! IMAGE is a kernel for arm64 that is not compressed. The console is on standard input and output. The guest's clock
+//! counts instructions, and so does not depend on the host's speed; it goes on when the guest waits. When the guest has
+//! powered off, the number of instructions and the CPU time are printed to standard error. Hot code is compiled, on a
+//! thread of its own, but not with `--interpret`.
 
 mod board;
 mod tree;

@@ -1,15 +1,15 @@
 //! Accesses to guest memory.
 //!
 //! The TLB's entry of the page is compared, and the access is made at the host's address. All that the entry does not
-//! serve is the helper's: other pages, two pages, checks of alignment, and watchpoints. A guarded access that fails leaves
-//! to the last checkpoint, like a helper that has failed.
+//! serve is the helper's: other pages, two pages, checks of alignment, and watchpoints. A guarded access that fails
+//! leaves to the last checkpoint, like a helper that has failed.
 //!
 //! # Order
-//! Loads and stores without an order are the host's plain ones: on x86, whose order is stronger; on arm64 the order is the
-//! guest's own. A load-acquire and a store-release become Cranelift's sequentially consistent ones: LDAR and STLR, or a
-//! plain load, and a store that MFENCE follows. So a load-acquire after a store-release of the same thread is never made
-//! before it, which RCsc demands. Those of helpers are fenced on both sides. Memory barriers become full fences (DMB ISH,
-//! MFENCE).
+//! Loads and stores without an order are the host's plain ones: on x86, whose order is stronger; on arm64 the order is
+//! the guest's own. A load-acquire and a store-release become Cranelift's sequentially consistent ones: LDAR and STLR,
+//! or a plain load, and a store that MFENCE follows. So a load-acquire after a store-release of the same thread is
+//! never made before it, which RCsc demands. Those of helpers are fenced on both sides. Memory barriers become full
+//! fences (DMB ISH, MFENCE).
 
 use super::helpers::{Request, helper};
 use super::translate::Translator;

@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::vec::Vec;
 
 /// How often the interpreter comes to an address before the code there is compiled, and how often it comes there
-/// between two questions for the result. With 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU time,
-/// all of it Cranelift's.
+/// between two questions for the result. With 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU
+/// time, all of it Cranelift's.
 const WARM: u32 = 1024;
 const ASKED_AGAIN: u32 = 128;
 

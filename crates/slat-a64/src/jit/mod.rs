@@ -1,9 +1,9 @@
 //! The compiler.
 //!
 //! Code to which the interpreter comes often becomes a *region*: instructions of one page that are reached from its
-//! first one, with called functions and the code to which they return, compiled to one function of the host by Cranelift. A thread of its own compiles
-//! ([`Compiler::work`]); until a region is there, the interpreter runs its code. A region is entered at its first
-//! instruction alone.
+//! first one, with called functions and the code to which they return, compiled to one function of the host by
+//! Cranelift. A thread of its own compiles ([`Compiler::work`]); until a region is there, the interpreter runs its
+//! code. A region is entered at its first instruction alone.
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -31,17 +31,17 @@
 //! PSTATE, TLBI and cache maintenance, hints, and ISB. So only the interpreter changes what compiled code depends on.
 //!
 //! # Exactness
-//! Where the interpreter may have to continue, all registers are in the state: `plan`. Compiled code takes no exceptions: it
-//! leaves at the last checkpoint, and the interpreter executes the instructions from there on, and takes the exception
-//! where it finds it. The number of executed instructions is exact: each block takes its number from a budget at its
-//! beginning, and does not begin if the budget is too small. So each turn of a loop looks at the budget. After a few
-//! thousand instructions the processor asks for its machine's attention.
+//! Where the interpreter may have to continue, all registers are in the state: `plan`. Compiled code takes no
+//! exceptions: it leaves at the last checkpoint, and the interpreter executes the instructions from there on, and takes
+//! the exception where it finds it. The number of executed instructions is exact: each block takes its number from a
+//! budget at its beginning, and does not begin if the budget is too small. So each turn of a loop looks at the budget.
+//! After a few thousand instructions the processor asks for its machine's attention.
 //!
 //! # Invalidation
 //! Decoded instructions are kept until the guest invalidates them, as in an instruction cache; regions are, too. Every
 //! invalidation of code begins a new *edition*, and each region compares its words with memory before it runs in a new
-//! edition. Where one region continues in another (`frame::Target`), the edition of translations is compared, too, which
-//! every invalidation of the TLB begins. Neither changes while compiled code runs.
+//! edition. Where one region continues in another (`frame::Target`), the edition of translations is compared, too,
+//! which every invalidation of the TLB begins. Neither changes while compiled code runs.
 //!
 //! A region belongs to no processor. All processors use the regions of the same words at the same virtual address.
 

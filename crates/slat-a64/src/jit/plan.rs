@@ -2,9 +2,10 @@
 //!
 //! Registers are values of the region's function from its beginning to its end. Where the interpreter may have to
 //! continue, they must be in the [`State`](crate::state::State). That is at a *checkpoint*: before its instruction, all
-//! registers were written back, and until the next checkpoint nothing else has changed that the interpreter would change
-//! again. If an instruction ends early, the interpreter executes those from the last checkpoint on again. So a checkpoint
-//! is made before the first access of a block, and before the first access after a store; a row of loads needs one.
+//! registers were written back, and until the next checkpoint nothing else has changed that the interpreter would
+//! change again. If an instruction ends early, the interpreter executes those from the last checkpoint on again. So a
+//! checkpoint is made before the first access of a block, and before the first access after a store; a row of loads
+//! needs one.
 //!
 //! A register is *dirty* where the state may have an older value. Which registers are dirty at the beginning of a block
 //! follows from the blocks that lead there.

@@ -3,8 +3,8 @@
 //! A region is one function. The registers that it uses are variables, which are read from the state at its beginning.
 //! [`Plan`] says where they are written back.
 //!
-//! The flags are four variables: a number that is negative if N is set, one that is zero if Z is set, C, and a number that
-//! is negative if V is set. So a loop that sets flags and does not use them computes hardly anything for them.
+//! The flags are four variables: a number that is negative if N is set, one that is zero if Z is set, C, and a number
+//! that is negative if V is set. So a loop that sets flags and does not use them computes hardly anything for them.
 
 use super::context::Context;
 use super::frame::{Frame, TARGET_BITS, TARGETS, Target, target_index};

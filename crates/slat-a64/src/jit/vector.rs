@@ -1,5 +1,5 @@
-//! Vector functions that are emitted instead of called: the moves and the bits of whole registers, which copies of memory
-//! and comparisons of strings consist of.
+//! Vector functions that are emitted instead of called: the moves and the bits of whole registers, which copies of
+//! memory and comparisons of strings consist of.
 
 use super::translate::Translator;
 use crate::bits::ones;

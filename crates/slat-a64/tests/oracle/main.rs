@@ -50,8 +50,8 @@ fn wanted(encoding: &Encoding) -> bool {
     }
 }
 
-/// Executes a batch with qemu, with the interpreter and, one case of `compile`, with compiled code. Returns the number of
-/// compared cases, and reports the differences.
+/// Executes a batch with qemu, with the interpreter and, one case of `compile`, with compiled code. Returns the number
+/// of compared cases, and reports the differences.
 fn compare(
     qemu: &mut Qemu,
     (compiled, compile): (&mut compiled::Guest, u64),

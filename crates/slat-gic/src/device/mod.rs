@@ -133,8 +133,8 @@ impl Device {
         }
     }
 
-    /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU. As in KVM, the
-    /// newest vCPU does not count here when frames are compared, but [`check_ready`](Self::check_ready) counts it.
+    /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU. As in KVM,
+    /// the newest vCPU does not count here when frames are compared, but [`check_ready`](Self::check_ready) counts it.
     ///
     /// # Errors
     /// [`Error::Invalid`]: frames overlap.
@@ -177,8 +177,8 @@ impl Device {
         is_v3 && group == group::DISTRIBUTOR && is_register
     }
 
-    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it. `address_bits`: the bits of
-    /// the guest's physical addresses.
+    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it. `address_bits`: the bits
+    /// of the guest's physical addresses.
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap, or a region has grown

@@ -207,7 +207,8 @@ fn tables_that_change_lose_their_entries() {
     assert_eq!(msi.memory.u64(DEVICES + 16), 1, "no device is saved");
 }
 
-/// As in KVM, a device whose part of the table the guest takes away is not saved, and the entry before it does not name it.
+/// As in KVM, a device whose part of the table the guest takes away is not saved, and the entry before it does not name
+/// it.
 #[test]
 fn devices_without_an_entry_are_not_saved() {
     const INDIRECT: u64 = 1 << 62;

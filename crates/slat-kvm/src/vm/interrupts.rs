@@ -60,9 +60,9 @@ impl VmObject {
     /// Carries out `KVM_IRQFD`.
     ///
     /// # Errors
-    /// The architecture's error without interrupt controllers: `EINVAL` on x86. `EINVAL` for unknown flags, a descriptor
-    /// that is no eventfd, and resampling without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is already an
-    /// irqfd of any VM; `ENOMEM`, `EMFILE`.
+    /// The architecture's error without interrupt controllers: `EINVAL` on x86. `EINVAL` for unknown flags, a
+    /// descriptor that is no eventfd, and resampling without controllers that tell when the guest ends an interrupt;
+    /// `EBADF`; `EBUSY` when the eventfd is already an irqfd of any VM; `ENOMEM`, `EMFILE`.
     pub fn irqfd(&self, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
         if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {

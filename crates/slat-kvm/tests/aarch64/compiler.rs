@@ -10,6 +10,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_sum
 slat_test_sum:
     ldr x2, [x3]
     add x2, x2, x1
@@ -19,6 +20,7 @@ slat_test_sum:
     mov x0, x2
     mov x4, #0x09000000
     str x0, [x4]
+    .globl slat_test_sum_end
 slat_test_sum_end:
     .popsection
 "

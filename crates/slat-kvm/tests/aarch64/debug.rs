@@ -19,6 +19,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_debugged
 slat_test_debugged:
     mov x1, #0x09000000
     ldr w2, [x1]
@@ -30,6 +31,7 @@ slat_test_debugged:
     movz x0, #0x8400, lsl #16
     add x0, x0, #8
     hvc #0
+    .globl slat_test_debugged_end
 slat_test_debugged_end:
     .popsection
     "
@@ -48,7 +50,8 @@ fn debug(vcpu: &VcpuFd, control: u32, arch: kvm_guest_debug_arch) {
     .unwrap();
 }
 
-/// Runs until a debug exit. Returns the syndrome, the address, and how many bytes of code are before the program counter.
+/// Runs until a debug exit. Returns the syndrome, the address, and how many bytes of code are before the program
+/// counter.
 fn debugged(vcpu: &mut VcpuFd) -> (u32, u64, u64) {
     let exit = match vcpu.run() {
         Ok(VcpuExit::Debug(exit)) => exit,

@@ -27,17 +27,21 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_calls
 slat_test_calls:
     // Calls the function X0 of the firmware with X1 to X3, and tells the test by a store to a device.
 1:  mov x9, #0x09000000
     hvc #0
     str w0, [x9]
     b 1b
+    .globl slat_test_calls_end
 slat_test_calls_end:
+    .globl slat_test_calls_smc
 slat_test_calls_smc:
     mov x9, #0x09000000
     smc #0
     str w0, [x9]
+    .globl slat_test_calls_smc_end
 slat_test_calls_smc_end:
     .popsection
     "

@@ -25,6 +25,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 2048
+    .globl slat_test_gic3
 slat_test_gic3:
     adr x0, 9f
     msr vbar_el1, x0
@@ -75,9 +76,11 @@ slat_test_gic3:
     msr cntv_ctl_el0, x1
     msr S3_0_C12_C12_1, x0
     eret
+    .globl slat_test_gic3_end
 slat_test_gic3_end:
 
     .balign 2048
+    .globl slat_test_gic2
 slat_test_gic2:
     adr x0, 9f
     msr vbar_el1, x0
@@ -107,17 +110,19 @@ slat_test_gic2:
     msr cntv_ctl_el0, x1
     str w0, [x20, #0x10]
     eret
+    .globl slat_test_gic2_end
 slat_test_gic2_end:
     .popsection
     "
 );
 
-// Enables and waits as above. The handler lets other interrupts in as soon as it has acknowledged one, and then writes its
-// INTID to the device.
+// Enables and waits as above. The handler lets other interrupts in as soon as it has acknowledged one, and then writes
+// its INTID to the device.
 global_asm!(
     r"
     .pushsection .rodata
     .balign 2048
+    .globl slat_test_gic_nested
 slat_test_gic_nested:
     adr x0, 9f
     msr vbar_el1, x0
@@ -138,6 +143,7 @@ slat_test_gic_nested:
     msr daifclr, #2
     str w0, [x21]
     b .
+    .globl slat_test_gic_nested_end
 slat_test_gic_nested_end:
     .popsection
     "
@@ -148,6 +154,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_gic_field
 slat_test_gic_field:
     movz x0, #0xc400, lsl #16
     add x0, x0, #3
@@ -158,6 +165,7 @@ slat_test_gic_field:
     ubfx x0, x0, #24, #4
     mov x1, #0x09000000
     str w0, [x1]
+    .globl slat_test_gic_field_end
 slat_test_gic_field_end:
     .popsection
     "
@@ -594,7 +602,8 @@ fn a_vcpu_that_another_one_starts_has_quiet_timers() {
     assert_eq!(lines(), Ok(0));
 }
 
-/// The registers of GICv3 that a client saves for one vCPU, in the order in which it restores them: group and attribute.
+/// The registers of GICv3 that a client saves for one vCPU, in the order in which it restores them: group and
+/// attribute.
 fn saved_registers() -> Vec<(u32, u64)> {
     let sysreg = |crn: u64, crm: u64, op2: u64| 3 << 14 | crn << 7 | crm << 3 | op2;
     let redistributor = [0x10080, 0x10100, 0x10200, 0x10300, 0x10c04];

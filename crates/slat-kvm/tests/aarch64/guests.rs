@@ -85,6 +85,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_devices
 slat_test_devices:
     mov x1, #0x09000000
     mov w0, #42
@@ -98,6 +99,7 @@ slat_test_devices:
     mov x0, #0x84000000
     add x0, x0, #8
     hvc #0
+    .globl slat_test_devices_end
 slat_test_devices_end:
     .popsection
     "
@@ -147,6 +149,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_two
 slat_test_two:
     // CPU_ON of vCPU 1, at `1:` with 5 as its argument. Then waits for its word.
     movz x0, #0xc400, lsl #16
@@ -175,6 +178,7 @@ slat_test_two:
     movz x0, #0x8400, lsl #16
     add x0, x0, #8
     hvc #0
+    .globl slat_test_two_end
 slat_test_two_end:
     .popsection
     "
@@ -210,6 +214,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 64
+    .globl slat_test_code
 slat_test_code:
     cbnz x20, 2f
     // The first vCPU makes the function return 3, and tells the test.
@@ -230,6 +235,7 @@ slat_test_code:
     str w0, [x21]
 9:  mov w0, #2
     ret
+    .globl slat_test_code_end
 slat_test_code_end:
     .popsection
     "
@@ -333,12 +339,13 @@ fn a_system_error_without_a_syndrome_can_be_saved_and_restored() {
     );
 }
 
-// A kernel that looks for a debugger's console: writes a character, and asks whether it was taken. Writes the answer, or
-// the syndrome of an exception, to the device.
+// A kernel that looks for a debugger's console: writes a character, and asks whether it was taken. Writes the answer,
+// or the syndrome of an exception, to the device.
 global_asm!(
     r"
     .pushsection .rodata
     .balign 2048
+    .globl slat_test_console
 slat_test_console:
     mov x1, #0x09000000
     adr x0, slat_test_console
@@ -350,6 +357,7 @@ slat_test_console:
     .org slat_test_console + 0x200
     mrs x0, esr_el1
     str w0, [x1]
+    .globl slat_test_console_end
 slat_test_console_end:
     .popsection
     "

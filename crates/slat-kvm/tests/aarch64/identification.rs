@@ -11,6 +11,7 @@ global_asm!(
     r"
     .pushsection .rodata
     .balign 4
+    .globl slat_test_identify
 slat_test_identify:
     mov x9, #0x09000000
     mrs x0, id_aa64isar0_el1
@@ -21,7 +22,9 @@ slat_test_identify:
     str x0, [x9]
     mrs x0, clidr_el1
     str x0, [x9]
+    .globl slat_test_identify_end
 slat_test_identify_end:
+    .globl slat_test_implementation
 slat_test_implementation:
     mov x9, #0x09000000
     mrs x0, midr_el1
@@ -30,6 +33,7 @@ slat_test_implementation:
     str x0, [x9]
     mrs x0, aidr_el1
     str x0, [x9]
+    .globl slat_test_implementation_end
 slat_test_implementation_end:
     .popsection
     "

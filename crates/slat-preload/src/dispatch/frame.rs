@@ -107,8 +107,8 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
 
 /// The address of the C library's call of rt_sigreturn(2). [`entry`] makes this address the return address of
 /// `serve`, which does not return. Unwinders treat the frame above such an address as the kernel's signal frame, and
-/// continue with the interrupted code. So a thread that is cancelled in `serve` unwinds into the program. One word, which
-/// means the same by itself: it needs no order, and [`entry`] reads it by a plain load.
+/// continue with the interrupted code. So a thread that is cancelled in `serve` unwinds into the program. One word,
+/// which means the same by itself: it needs no order, and [`entry`] reads it by a plain load.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
 /// Call before the first [`entry`].

@@ -46,7 +46,8 @@ const CALLS: u32 = 64;
 /// The number of sites that are counted.
 const SITES: usize = 32;
 
-/// The number of calls of `KVM_RUN` that a call site has made. `back` is the address after the site, where the program continues.
+/// The number of calls of `KVM_RUN` that a call site has made. `back` is the address after the site, where the program
+/// continues.
 struct Count {
     back: AtomicUsize,
     calls: AtomicU32,

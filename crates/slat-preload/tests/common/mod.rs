@@ -29,8 +29,8 @@ pub fn under_the_library(name: &str) {
     run(client(name).env("LD_PRELOAD", library), name);
 }
 
-/// Runs the client called `name` on the machine's own KVM, if that opens. An emulator of user programs opens the device,
-/// but does not know the device's requests.
+/// Runs the client called `name` on the machine's own KVM, if that opens. An emulator of user programs opens the
+/// device, but does not know the device's requests.
 pub fn on_the_kernel(name: &str) {
     let device = std::fs::File::options()
         .read(true)

@@ -159,9 +159,9 @@ impl Client {
         })
     }
 
-    /// Returns a compiled region that probably has an entry for a block, given as the block's kind, its place (RIP, or the
-    /// offset in its page if the kind is movable) and its bytes. The look-up compares hashes: the caller has to compare
-    /// the region's code with memory.
+    /// Returns a compiled region that probably has an entry for a block, given as the block's kind, its place (RIP, or
+    /// the offset in its page if the kind is movable) and its bytes. The look-up compares hashes: the caller has to
+    /// compare the region's code with memory.
     pub(crate) fn known(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
         self.compiler.known.at(kind, place, bytes)
     }

@@ -82,8 +82,9 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Makes one step of [`Self::recover_huge_pages`]: replaces up to `most` tables, beginning at page `at` of the slot.
-    /// A `most` below 2 counts as 2. `None`: the slot ends at or before that page, or the operation has to end ([`Self::slot`]).
+    /// Makes one step of [`Self::recover_huge_pages`]: replaces up to `most` tables, beginning at page `at` of the
+    /// slot. A `most` below 2 counts as 2. `None`: the slot ends at or before that page, or the operation has to end
+    /// ([`Self::slot`]).
     pub(super) fn recover_some(&mut self, at: u64, most: usize) -> Option<Recovered> {
         let (vm, space) = (self.vm, self.op.space);
         // Read the sequence before the slot, its attributes, the host and the policies.

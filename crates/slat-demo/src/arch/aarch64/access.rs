@@ -1,5 +1,5 @@
-//! An access to guest memory, as the processor of a vCPU makes it: the engine translates the guest-physical address, and
-//! the thread uses the host memory.
+//! An access to guest memory, as the processor of a vCPU makes it: the engine translates the guest-physical address,
+//! and the thread uses the host memory.
 
 use slat::{Access, Gpa, Stop};
 use slat_kvm::engine::EngineVcpu;

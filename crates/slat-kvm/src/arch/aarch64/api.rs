@@ -59,8 +59,8 @@ impl VmFd {
     ///
     /// # Errors
     /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond
-    /// the last one. `EEXIST` for a function that is chosen already, and for those of Arm's architecture. `EBUSY` after a
-    /// vCPU has run. `ENOMEM`.
+    /// the last one. `EEXIST` for a function that is chosen already, and for those of Arm's architecture. `EBUSY` after
+    /// a vCPU has run. `ENOMEM`.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         self.vm.set_attribute(device_attr)
     }

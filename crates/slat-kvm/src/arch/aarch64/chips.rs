@@ -4,9 +4,9 @@
 //! [`Chips::with`] is the only way to the GIC. Before it unlocks the GIC, it stores the lines of each vCPU whose lines
 //! have changed in that vCPU's word ([`VcpuShared::lines`](crate::arch::aarch64::state::VcpuShared)), and then raises
 //! the vCPU's attention bit. A vCPU takes its attention bits before it reads the word, and reads the word each time
-//! before it enters the guest. So a vCPU that has no interrupt takes no lock. The stores, the raising, the taking and the
-//! reading are sequentially consistent: a vCPU that has read an old word finds the bit raised, and leaves the guest.
-//! Stores to one word are ordered by the lock, so the word has the lines that the GIC has.
+//! before it enters the guest. So a vCPU that has no interrupt takes no lock. The stores, the raising, the taking and
+//! the reading are sequentially consistent: a vCPU that has read an old word finds the bit raised, and leaves the
+//! guest. Stores to one word are ordered by the lock, so the word has the lines that the GIC has.
 //!
 //! A vCPU whose own access changes its lines also gets its attention bit. The processor checks the attention word after
 //! each instruction that can unmask interrupts, so it takes no interrupt that it has acknowledged.
@@ -70,7 +70,8 @@ pub(crate) struct Chips {
     is_ready: AtomicBool,
     /// The lock that is held while the GIC's MMIO frames are put on the bus.
     setup: Mutex<()>,
-    /// The number of times that the client has written attributes. After that the vCPUs drive their timers' lines again.
+    /// The number of times that the client has written attributes. After that the vCPUs drive their timers' lines
+    /// again.
     restores: AtomicU32,
     parts: Mutex<Parts>,
 }

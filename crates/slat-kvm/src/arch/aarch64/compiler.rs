@@ -23,7 +23,8 @@ impl Default for Compiling {
 }
 
 /// Returns the process's compiler, and the rule by which a VM with `jit` compiles code. Starts the compiler's thread if
-/// it does not run. `None`: no code should be compiled, or there can be no compiler. Then the interpreter runs all code.
+/// it does not run. `None`: no code should be compiled, or there can be no compiler. Then the interpreter runs all
+/// code.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,

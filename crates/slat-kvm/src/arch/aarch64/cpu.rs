@@ -159,8 +159,8 @@ impl Executor {
         }
     }
 
-    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. The client
-    /// debugs the guest as before.
+    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. The
+    /// client debugs the guest as before.
     pub(crate) fn reset(&mut self) {
         let debugger = self.cpu.state.debugger.take();
         self.cpu.state = State::reset();

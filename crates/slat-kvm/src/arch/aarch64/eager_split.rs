@@ -1,8 +1,8 @@
 //! `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`: whether a VM splits the huge leaves of a memslot when the memslot's log begins, or
 //! by the call that clears the log, and in chunks of how many bytes.
 //!
-//! In KVM a new VM does not. A new VM of slat does what the policies `eager_page_split` and `eager_page_split_chunk` say,
-//! and the capability has that value.
+//! In KVM a new VM does not. A new VM of slat does what the policies `eager_page_split` and `eager_page_split_chunk`
+//! say, and the capability has that value.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};

@@ -1,5 +1,5 @@
-//! The firmware that a guest calls by HVC or SMC (SMCCC 1.1, DEN 0028): the architecture's calls, PSCI, and the services of
-//! a hypervisor. Also the registers by which a client chooses the firmware's version.
+//! The firmware that a guest calls by HVC or SMC (SMCCC 1.1, DEN 0028): the architecture's calls, PSCI, and the
+//! services of a hypervisor. Also the registers by which a client chooses the firmware's version.
 
 mod psci;
 mod services;
@@ -48,7 +48,8 @@ pub(crate) fn get(vm: &VmState, register: u16) -> Result<u64> {
     }
 }
 
-/// Sets a register. As in KVM, all vCPUs have the same registers. A client may say that its guest came from a host where a workaround was less effective.
+/// Sets a register. As in KVM, all vCPUs have the same registers. A client may say that its guest came from a host
+/// where a workaround was less effective.
 ///
 /// # Errors
 /// `ENOENT` for a register that does not exist, `EINVAL` for a value that the register cannot have.

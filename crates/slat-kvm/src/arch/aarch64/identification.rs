@@ -196,7 +196,8 @@ impl Identification {
         }
     }
 
-    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`: the client may name another implementation. The processor is the same.
+    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`: the client may name another implementation. The processor is the
+    /// same.
     pub(crate) fn allow_implementation(&mut self) {
         self.is_implementation_writable = true;
     }

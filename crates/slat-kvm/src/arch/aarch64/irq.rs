@@ -76,7 +76,8 @@ impl Interrupts {
     /// Prepares the first run of a vCPU. `place` puts a range of guest-physical addresses on the bus.
     ///
     /// # Errors
-    /// KVM's: `ENXIO` for a frame without an address, `EINVAL` for frames that overlap and for timers with the same PPI,
+    /// KVM's: `ENXIO` for a frame without an address, `EINVAL` for frames that overlap and for timers with the same
+    /// PPI,
     /// `EBUSY` for a GICv3 that is not initialised. The errors of `place`.
     pub(crate) fn make_ready(&self, place: impl Fn(u64, u64) -> Result<()>) -> Result<()> {
         let Some(chips) = self.gic() else {
@@ -126,8 +127,8 @@ impl Interrupts {
         Ok(chips)
     }
 
-    /// Sets a line that belongs to no GSI: an interrupt line of a vCPU's processor, a PPI, or an SPI. Returns the status
-    /// of `KVM_IRQ_LINE_STATUS`.
+    /// Sets a line that belongs to no GSI: an interrupt line of a vCPU's processor, a PPI, or an SPI. Returns the
+    /// status of `KVM_IRQ_LINE_STATUS`.
     ///
     /// # Errors
     /// `ENXIO` for a line of an interrupt controller that does not exist, and for a processor's line with an interrupt
@@ -262,7 +263,8 @@ impl Interrupts {
     /// Call after a change of the routes. No controller depends on them.
     pub(crate) fn routes_changed(&self, _: &Routes) {}
 
-    /// Carries out `KVM_SIGNAL_MSI`. Returns 1 if the interrupt is pending, and 0 if the guest has not mapped the event.
+    /// Carries out `KVM_SIGNAL_MSI`. Returns 1 if the interrupt is pending, and 0 if the guest has not mapped the
+    /// event.
     ///
     /// # Errors
     /// `ENODEV` without ITS. `EINVAL` for a message without the id of its device, and for an address without ITS.

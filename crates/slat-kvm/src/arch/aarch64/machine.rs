@@ -142,8 +142,8 @@ impl VcpuMachine {
         self.drive_timers();
     }
 
-    /// Gives the GIC the outputs of the timers before a run. Sets the next deadline again if the client has set a counter
-    /// by another vCPU: the timers of this vCPU expire at another time then.
+    /// Gives the GIC the outputs of the timers before a run. Sets the next deadline again if the client has set a
+    /// counter by another vCPU: the timers of this vCPU expire at another time then.
     pub(crate) fn begin_timers(&mut self) {
         match self.timers.are_shifted() {
             true => self.timer_rang(),

@@ -25,8 +25,8 @@ use std::sync::atomic::Ordering;
 const PATIENCE: u32 = 1000;
 
 impl VcpuObject {
-    /// Prepares the GIC, and completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to return at once, with
-    /// success.
+    /// Prepares the GIC, and completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to
+    /// return at once, with success.
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. The errors of [`Interrupts::make_ready`](crate::irq::Interrupts::make_ready).
@@ -57,16 +57,16 @@ impl VcpuObject {
     /// Has nothing to do: the VM's settings do not change the CPU.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
-    /// Notes pages that were not noted in the dirty ring yet, and updates the structure for stolen time. Returns `true`:
-    /// the guest may run.
+    /// Notes pages that were not noted in the dirty ring yet, and updates the structure for stolen time. Returns
+    /// `true`: the guest may run.
     pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
         inner.machine.log_tables();
         inner.machine.write_steal_time();
         true
     }
 
-    /// Waits while the vCPU is off or suspended, and gives the CPU the levels of its interrupt lines. Returns `false` if
-    /// the run returns to the client.
+    /// Waits while the vCPU is off or suspended, and gives the CPU the levels of its interrupt lines. Returns `false`
+    /// if the run returns to the client.
     ///
     /// # Errors
     /// `EINTR` for a signal.

@@ -1,5 +1,5 @@
-//! What the client of a VM chooses before the first vCPU runs: which calls its guest's firmware carries out (the filter of
-//! SMCCC calls, vm.rst; the optional services, fw-pseudo-registers.rst), and what the processor says that it has.
+//! What the client of a VM chooses before the first vCPU runs: which calls its guest's firmware carries out (the filter
+//! of SMCCC calls, vm.rst; the optional services, fw-pseudo-registers.rst), and what the processor says that it has.
 
 use crate::arch::aarch64::identification::{IdRegister, Identification};
 use crate::errno::{Result, fail};
@@ -38,8 +38,8 @@ pub(crate) const STOLEN_TIME: u64 = 1 << 0;
 pub(crate) const VENDOR: usize = 2;
 pub(crate) const FEATURES: u64 = 1 << 0;
 pub(crate) const HOST_CLOCK: u64 = 1 << 1;
-/// The number of the register of KVM's services from 64 on: the list of the processors on which the guest may run. A client
-/// that has the services carries them out itself.
+/// The number of the register of KVM's services from 64 on: the list of the processors on which the guest may run. A
+/// client that has the services carries them out itself.
 pub(crate) const VENDOR_64: usize = 3;
 const PROCESSORS: u64 = 1 << 0 | 1 << 1;
 /// The services that exist.

@@ -170,8 +170,8 @@ impl VmState {
         self.most_vcpus.store(most, Ordering::Relaxed);
     }
 
-    /// Checks what the architecture asks of a memslot. `has_private`: the slot has private memory besides the memory that
-    /// the client shares with the guest.
+    /// Checks what the architecture asks of a memslot. `has_private`: the slot has private memory besides the memory
+    /// that the client shares with the guest.
     ///
     /// # Errors
     /// KVM's: `EFAULT` for a memslot beyond the guest's last IPA, `EINVAL` for private memory, which no VM has.

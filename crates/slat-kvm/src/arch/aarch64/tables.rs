@@ -60,8 +60,8 @@ impl Tables {
     }
 
     /// Takes a page that was written while dirty rings are enabled, for the caller's vCPU to note in its ring. What the
-    /// client's calls write is noted by the next vCPU that runs. So a client that saves tables while no vCPU runs has to
-    /// copy their memory afterwards.
+    /// client's calls write is noted by the next vCPU that runs. So a client that saves tables while no vCPU runs has
+    /// to copy their memory afterwards.
     pub(crate) fn take_unlogged(&self) -> Option<u64> {
         let has_some = self.has_unlogged.load(Ordering::Relaxed);
         has_some
@@ -117,8 +117,8 @@ fn gfn(gpa: u64) -> Gfn {
 impl Memory for Tables {
     fn read(&self, gpa: u64, bytes: &mut [u8]) -> std::result::Result<(), Fault> {
         self.access(gpa, bytes.len(), false, |host, part| {
-            // SAFETY: `host` is in a memslot, whose memory the client has given to the guest, and which stays while this
-            // thread is entered. The copy is guarded.
+            // SAFETY: `host` is in a memslot, whose memory the client has given to the guest, and which stays while
+            // this thread is entered. The copy is guarded.
             unsafe { slat_guard::copy_in(&mut bytes[part], host) }
         })
     }

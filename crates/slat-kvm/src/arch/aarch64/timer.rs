@@ -1,8 +1,8 @@
 //! The timers of a vCPU (DDI 0487, D11): the virtual timer and the physical one.
 //!
-//! Each counts the host's counter minus an offset that the client can set. The virtual counter and the physical one of a
-//! new VM are equal; as in KVM, a client that sets one of them does not set the other. Without an interrupt controller the output of
-//! a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and ends a WFI.
+//! Each counts the host's counter minus an offset that the client can set. The virtual counter and the physical one of
+//! a new VM are equal; as in KVM, a client that sets one of them does not set the other. Without an interrupt
+//! controller the output of a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and ends a WFI.
 
 use crate::arch::aarch64::clock::{frequency, ticks};
 use slat_a64::SystemName;
@@ -163,8 +163,8 @@ impl Timers {
         })
     }
 
-    /// Writes a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of the
-    /// timers', or cannot be written.
+    /// Writes a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of
+    /// the timers', or cannot be written.
     pub(crate) fn write(&mut self, name: SystemName, value: u64) -> Option<()> {
         let (which, field) = register(name)?;
         let counter = self.counter(which);

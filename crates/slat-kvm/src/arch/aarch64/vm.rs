@@ -70,7 +70,8 @@ impl VmObject {
         }
     }
 
-    /// Carries out `KVM_SET_DEVICE_ATTR`: chooses what happens to some of the guest's calls (`KVM_ARM_VM_SMCCC_FILTER`).
+    /// Carries out `KVM_SET_DEVICE_ATTR`: chooses what happens to some of the guest's calls
+    /// (`KVM_ARM_VM_SMCCC_FILTER`).
     ///
     /// # Errors
     /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond

@@ -99,7 +99,8 @@ pub(crate) fn write(name: &str, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Restarts the period of recovery, and starts its thread if recovery is enabled now. Call after a parameter has changed.
+/// Restarts the period of recovery, and starts its thread if recovery is enabled now. Call after a parameter has
+/// changed.
 fn reconsider_recovery() {
     recovery::begin();
     if let Some(recovery) = recovery::RECOVERY.peek() {

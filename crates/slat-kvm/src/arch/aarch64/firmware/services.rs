@@ -49,8 +49,8 @@ fn service(function: u32) -> Option<(usize, u64)> {
     })
 }
 
-/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. The vCPU is
-/// entered.
+/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. The vCPU
+/// is entered.
 pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> Option<[u64; 4]> {
     let function = function as u32;
     let (register, bit) = service(function)?;
@@ -111,8 +111,8 @@ fn random(bits: u64, width: u32) -> [u64; 4] {
     [0, register(2), register(1), register(0)]
 }
 
-/// Returns the host's clock in nanoseconds since 1970, and the guest's counter of the same time, each as the upper and the
-/// lower 32 bits.
+/// Returns the host's clock in nanoseconds since 1970, and the guest's counter of the same time, each as the upper and
+/// the lower 32 bits.
 fn host_clock(machine: &VcpuMachine, counter: u64) -> [u64; 4] {
     let which = match counter {
         VIRTUAL_COUNTER => Which::Virtual,

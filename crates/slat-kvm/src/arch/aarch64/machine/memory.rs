@@ -54,8 +54,8 @@ impl VcpuMachine {
         Refusal::Retry
     }
 
-    /// Notes in this vCPU's dirty ring the pages that the interrupt controllers have written; the vCPU is entered. Pages
-    /// for which the ring has no space stay unnoted until the next call.
+    /// Notes in this vCPU's dirty ring the pages that the interrupt controllers have written; the vCPU is entered.
+    /// Pages for which the ring has no space stay unnoted until the next call.
     pub(crate) fn log_tables(&mut self) {
         let vm = &self.vm;
         let tables = vm.interrupts.gic().map(|chips| &chips.tables);

@@ -1,4 +1,5 @@
-//! The system registers that the machine has: those that identify the processor's place and its caches, and the timers'.
+//! The system registers that the machine has: those that identify the processor's place and its caches, and the
+//! timers'.
 
 use crate::arch::aarch64::identification::IdRegister;
 use crate::arch::aarch64::machine::VcpuMachine;

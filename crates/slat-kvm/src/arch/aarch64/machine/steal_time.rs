@@ -18,8 +18,8 @@ impl VcpuMachine {
         self.stolen_time = Some(address);
     }
 
-    /// Begins to count from zero, because the guest asks for the address of its structure. Returns the address. The vCPU
-    /// is entered.
+    /// Begins to count from zero, because the guest asks for the address of its structure. Returns the address. The
+    /// vCPU is entered.
     pub(crate) fn start_stolen_time(&mut self) -> Option<u64> {
         let address = self.stolen_time?;
         self.watch_steal_time();
@@ -36,8 +36,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure that
-    /// is not in memory is skipped.
+    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure
+    /// that is not in memory is skipped.
     pub(crate) fn write_steal_time(&mut self) {
         let Some(address) = self.stolen_time else {
             return;

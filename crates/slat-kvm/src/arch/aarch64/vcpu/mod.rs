@@ -140,8 +140,8 @@ impl VcpuObject {
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `EINVAL` for a syndrome with other bits than 0 to 24, and for reserved
     /// fields.
     pub fn set_vcpu_events(&self, events: &kvm_vcpu_events) -> Result<()> {
-        /// The bits of ESR_EL1 that a system error's syndrome has: IDS, and the 24 bits below it. api.rst names only the
-        /// lower ones, but KVM accepts IDS, which it shows itself for a system error without a syndrome.
+        /// The bits of ESR_EL1 that a system error's syndrome has: IDS, and the 24 bits below it. api.rst names only
+        /// the lower ones, but KVM accepts IDS, which it shows itself for a system error without a syndrome.
         const SYNDROME: u64 = (1 << 25) - 1;
         /// IDS: the syndrome means nothing.
         const NO_SYNDROME: u64 = 1 << 24;
