@@ -180,7 +180,8 @@ impl Cpu {
             if may_enter && self.compiled.is_attached() {
                 let ran = self.run_compiled(below, (limit - done).min(COMPILED_POLLED));
                 done += ran.instructions;
-                if (ran.instructions > 0 || ran.then == Then::Retry) && below.attention() {
+                // Also if no instruction was executed: a look-up, or the first access, may have waited.
+                if below.attention() {
                     return Leave::Attention;
                 }
                 if ran.then == Then::Continue && ran.instructions > 0 {

@@ -12,9 +12,6 @@ pub(crate) enum Then {
     Continue,
     /// The interpreter has to execute the next instruction.
     Interpret,
-    /// The interpreter has to execute the next instruction, unless the machine asks for attention: an access of
-    /// compiled code to the host's memory has failed, perhaps because of a kick.
-    Retry,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

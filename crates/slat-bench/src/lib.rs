@@ -2,7 +2,7 @@
 //! off, with a real guest on slat's software CPU, and on a real `/dev/kvm` if it opens. The tables show published
 //! numbers beside the measured ones, and the distance to the limit.
 //!
-//! This crate is a part of slat. Its API may change in any version.
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! | file | idea |
 //! |---|---|

@@ -9,12 +9,13 @@ use std::{env, fs};
 
 /// The crates that are published only because other crates need them. Their documents say that their API is not
 /// stable.
-const INNER: [&str; 9] = [
+const INNER: [&str; 10] = [
     "slat-a64",
     "slat-bench",
     "slat-gic",
     "slat-guard",
     "slat-hyperv",
+    "slat-jit",
     "slat-preload",
     "slat-process",
     "slat-trace",

@@ -12,13 +12,18 @@ use crate::arch;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
-const PAGE: usize = 4096;
 /// The number of bytes of a cache line.
 const LINE: usize = 64;
 
 /// Locks a mutex, even if a thread has panicked that held it.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the number of bytes of the host's pages.
+fn page_size() -> usize {
+    // SAFETY: sysconf has no preconditions. The page size has no error.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
 /// The reserved range: first the code, then the table of guarded accesses.
@@ -63,6 +68,8 @@ pub enum Refused {
 #[derive(Debug)]
 pub struct Arena {
     memory: Reservation,
+    /// The number of bytes of a page of the host: 4, 16 or 64 KiB. The host's rights to memory are those of whole pages.
+    page: usize,
     state: Mutex<State>,
     /// Whether the signal handlers know the addresses of the code.
     announced: Once,
@@ -117,6 +124,7 @@ impl Arena {
         }
         Some(Arc::new(Self {
             memory,
+            page: page_size(),
             state: Mutex::default(),
             announced: Once::new(),
         }))
@@ -149,9 +157,11 @@ impl Arena {
         code: &[u8],
         guarded: impl Iterator<Item = u32>,
     ) -> Result<Chunk, Refused> {
-        let pages = self.take(code.len().div_ceil(PAGE)).ok_or(Refused::Full)?;
-        let len = pages.len() * PAGE;
-        let start = self.memory.start.wrapping_add(pages.start * PAGE);
+        let pages = self
+            .take(code.len().div_ceil(self.page))
+            .ok_or(Refused::Full)?;
+        let len = pages.len() * self.page;
+        let start = self.memory.start.wrapping_add(pages.start * self.page);
         let lines = (len - code.len()) / LINE + 1;
         let offset = pages.start * 41 % lines * LINE;
         let chunk = Chunk {
@@ -167,7 +177,7 @@ impl Arena {
             }
             // Each page has a whole number of bytes in the table, so no other code has bits in these bytes.
             let table = self.memory.start.add(self.memory.bytes);
-            let first = chunk.pages.start * PAGE;
+            let first = chunk.pages.start * self.page;
             table.add(first / 8).write_bytes(0, len / 8);
             for access in guarded {
                 let at = first + offset + access as usize;
@@ -210,7 +220,7 @@ impl Arena {
             }
             return Some(taken);
         }
-        if (*fresh + count) * PAGE > self.memory.bytes {
+        if (*fresh + count) * self.page > self.memory.bytes {
             return None;
         }
         let taken = *fresh..*fresh + count;
@@ -248,7 +258,7 @@ impl Chunk {
         self.arena
             .memory
             .start
-            .wrapping_add(self.pages.start * PAGE + self.offset)
+            .wrapping_add(self.pages.start * self.arena.page + self.offset)
     }
 }
 
@@ -267,17 +277,18 @@ mod tests {
     fn pages_are_used_again() {
         const BYTES: usize = 1 << 20;
         let arena = Arena::try_new(BYTES).unwrap();
+        let pages = BYTES / page_size();
         let code = arch::returning;
-        for round in 0..3 * BYTES / PAGE {
+        for round in 0..3 * pages {
             let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
             // SAFETY: the address is that of the function that was written just now.
             let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
             assert_eq!(function(), round as u32 & 0xff);
         }
-        let many: Vec<_> = (0..BYTES / PAGE)
+        let many: Vec<_> = (0..pages)
             .map_while(|_| arena.put(&[0xc3], [].into_iter()).ok())
             .collect();
-        assert_eq!(many.len(), BYTES / PAGE);
+        assert_eq!(many.len(), pages);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
         // The runs were returned page by page. They must be merged to one run again.

@@ -177,7 +177,6 @@ impl Compiled {
             instructions,
             then: match why {
                 CONTINUE => Then::Continue,
-                FAILED => Then::Retry,
                 _ => Then::Interpret,
             },
         }

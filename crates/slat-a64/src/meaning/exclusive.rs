@@ -62,6 +62,10 @@ pub(super) fn load<T: Tier>(
         order,
         ..Access::default()
     };
+    if acquire && all == 4 {
+        // A load-acquire comes after earlier store-releases, too (B2.3.11); a load of two words is none by itself.
+        t.fence();
+    }
     let bytes = match all {
         // The halves may be of different moments: such a load is atomic only if STXP succeeds (B2.2.1).
         4 => t.load_vector(at, access)?,

@@ -1,4 +1,7 @@
 //! Loads, stores and fetches by virtual addresses.
+//!
+//! An access to a page that the TLB has may fail: then the machine below may have let the memory behind any page change
+//! (it may have waited). So all pages are dropped, and the machine is asked for this one again.
 
 use super::{Mmu, PAGE, Place, Request, accessor, misaligned};
 use crate::abort::{Fault, Right};
@@ -188,9 +191,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
             .caches
             .tlb
             .find(accessor, Right::Read, address, 1 << size)
-            && let Ok(value) = self.below.load(at, size, access.order)
         {
-            return Ok(value);
+            match self.below.load(at, size, access.order) {
+                Ok(value) => return Ok(value),
+                Err(_) => self.caches.flush(),
+            }
         }
         let value = self.load_slowly(state, address, 1 << size, access)?;
         Ok(value as u64)
@@ -210,9 +215,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
             .caches
             .tlb
             .find(accessor, Right::Write, address, 1 << size)
-            && self.below.store(at, size, value, access.order).is_ok()
         {
-            return Ok(());
+            match self.below.store(at, size, value, access.order) {
+                Ok(()) => return Ok(()),
+                Err(_) => self.caches.flush(),
+            }
         }
         let value = value & ones(8 << size);
         self.store_slowly(state, address, 1 << size, value.into(), access)
@@ -225,10 +232,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         access: Access,
     ) -> Result<u128, Self::Fault> {
         let accessor = accessor(state, access.kind);
-        if let Some(at) = self.caches.tlb.find(accessor, Right::Read, address, 16)
-            && let Ok(value) = self.below.load_wide(at)
-        {
-            return Ok(value);
+        if let Some(at) = self.caches.tlb.find(accessor, Right::Read, address, 16) {
+            match self.below.load_wide(at) {
+                Ok(value) => return Ok(value),
+                Err(_) => self.caches.flush(),
+            }
         }
         self.load_slowly(state, address, 16, access)
     }
@@ -241,10 +249,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         access: Access,
     ) -> Result<(), Self::Fault> {
         let accessor = accessor(state, access.kind);
-        if let Some(at) = self.caches.tlb.find(accessor, Right::Write, address, 16)
-            && self.below.store_wide(at, value).is_ok()
-        {
-            return Ok(());
+        if let Some(at) = self.caches.tlb.find(accessor, Right::Write, address, 16) {
+            match self.below.store_wide(at, value) {
+                Ok(()) => return Ok(()),
+                Err(_) => self.caches.flush(),
+            }
         }
         self.store_slowly(state, address, 16, value, access)
     }
@@ -281,9 +290,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
             .caches
             .tlb
             .find(accessor, Right::Write, address, 1 << size)
-            && let Ok(found) = self.below.compare_exchange(at, size, values, access.order)
         {
-            return Ok(found);
+            match self.below.compare_exchange(at, size, values, access.order) {
+                Ok(found) => return Ok(found),
+                Err(_) => self.caches.flush(),
+            }
         }
         let (place, request) = self.place_of_exchange(state, address, size, access)?;
         let found = self
@@ -306,9 +317,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
             .caches
             .tlb
             .find(accessor, Right::Write, address, 1 << size)
-            && let Ok(old) = self.below.atomic(op, at, size, operand, access.order)
         {
-            return Ok(old);
+            match self.below.atomic(op, at, size, operand, access.order) {
+                Ok(old) => return Ok(old),
+                Err(_) => self.caches.flush(),
+            }
         }
         let (place, request) = self.place_of_exchange(state, address, size, access)?;
         let old = self.below.atomic(op, place.at, size, operand, access.order);

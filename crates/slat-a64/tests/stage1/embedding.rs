@@ -15,6 +15,25 @@ fn refused(guest: &mut Guest, word: u32) -> (u64, Option<Syndrome>) {
     (fault.esr(syndrome, 0x07), syndrome)
 }
 
+/// While an access waits, the memory behind other pages may change: the machine makes the access fail.
+#[test]
+fn an_access_that_fails_leaves_no_page_in_the_tlb() {
+    // LDR, STR, LDR Q, STR Q, CAS, LDADD.
+    let accesses = [LDR, STR, LDR_Q, 0x3d80_0020, 0xc8a0_7c20, 0xf820_0020];
+    for word in accesses {
+        let mut guest = Guest::new();
+        guest.map(1, 0x5000 | PAGE);
+        guest.map(2, 0x6000 | PAGE);
+        guest.ram.set(0x6000, 1);
+        guest.ram.set(0x7000, 2);
+        guest.succeeds(word, [0, 0x1000]);
+        assert_eq!(guest.succeeds(LDR, [0, 0x2000]), 1);
+        guest.ram.changes = Some([0x5000, 0x6000, 0x7000]);
+        guest.succeeds(word, [0, 0x1000]);
+        assert_eq!(guest.succeeds(LDR, [0, 0x2000]), 2, "{word:08x}");
+    }
+}
+
 #[test]
 fn accesses_of_devices_are_completed() {
     let mut guest = Guest::new();

@@ -36,6 +36,10 @@ pub struct Ram {
     /// Right and address of each page that was asked for.
     pub asked: Vec<(Right, u64)>,
     pub attention: bool,
+    /// The next access to the first of these pages fails. From then on, the memory of the second page is that of the
+    /// third.
+    pub changes: Option<[u64; 3]>,
+    moved: Option<[u64; 2]>,
 }
 
 /// What a machine refuses.
@@ -51,6 +55,18 @@ impl Ram {
             holes: vec![],
             asked: vec![],
             attention: false,
+            changes: None,
+            moved: None,
+        }
+    }
+    /// Makes the change that waits for an access to this page. The access then fails.
+    fn accessed(&mut self, at: u64) -> Result<(), Hole> {
+        match self.changes {
+            Some([page, from, to]) if page == at & !0xfff => {
+                (self.changes, self.moved) = (None, Some([from, to]));
+                Err(Hole)
+            }
+            _ => Ok(()),
         }
     }
     pub fn is_hole(&self, ipa: u64) -> bool {
@@ -101,7 +117,10 @@ impl Hypervisor for Ram {
         match self.is_hole(ipa) {
             true => Err(Hole),
             false => Ok(Page {
-                base: ipa & !0xfff,
+                base: match self.moved {
+                    Some([from, to]) if from == ipa & !0xfff => to,
+                    _ => ipa & !0xfff,
+                },
                 write: true,
                 execute: true,
             }),
@@ -109,17 +128,21 @@ impl Hypervisor for Ram {
     }
     fn load(&mut self, at: u64, size: u8, _: Order) -> Result<u64, Hole> {
         assert!(at % 4096 + (1 << size) <= 4096);
+        self.accessed(at)?;
         Ok(self.get(at, 1 << size) as u64)
     }
     fn store(&mut self, at: u64, size: u8, value: u64, _: Order) -> Result<(), Hole> {
         assert!(at % 4096 + (1 << size) <= 4096);
+        self.accessed(at)?;
         self.put(at, 1 << size, value.into());
         Ok(())
     }
     fn load_wide(&mut self, at: u64) -> Result<u128, Hole> {
+        self.accessed(at)?;
         Ok(self.get(at, 16))
     }
     fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Hole> {
+        self.accessed(at)?;
         self.put(at, 16, value);
         Ok(())
     }
@@ -130,6 +153,7 @@ impl Hypervisor for Ram {
         [expected, new]: [u128; 2],
         _: Order,
     ) -> Result<u128, Hole> {
+        self.accessed(at)?;
         let found = self.get(at, 1 << size);
         if found == expected {
             self.put(at, 1 << size, new);
