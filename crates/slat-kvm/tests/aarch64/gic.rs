@@ -481,14 +481,14 @@ fn messages_become_lpis() {
 
 #[test]
 fn a_dirty_ring_has_the_pages_that_an_its_writes() {
-    const RING: usize = 4096;
     const DIRTY: u32 = 1;
+    let page_size = slat_host::page_size();
     let mut gic = Gic::with(V3, 1, |guest| {
         let mut ring = kvm_enable_cap {
             cap: KVM_CAP_DIRTY_LOG_RING_ACQ_REL,
             ..Default::default()
         };
-        ring.args[0] = RING as u64;
+        ring.args[0] = page_size as u64;
         guest.vm.enable_cap(&ring).unwrap();
         // The memslot has a bitmap. Its next log is in the rings.
         for flags in [0, KVM_MEM_LOG_DIRTY_PAGES] {
@@ -513,19 +513,19 @@ fn a_dirty_ring_has_the_pages_that_an_its_writes() {
     let ring = unsafe {
         let fd = gic.vcpus[0].as_raw_fd();
         let rights = libc::PROT_READ | libc::PROT_WRITE;
-        let offset = 64 * libc::sysconf(libc::_SC_PAGESIZE);
+        let offset = 64 * page_size as i64;
         let mapped = libc::mmap(
             std::ptr::null_mut(),
-            RING,
+            page_size,
             rights,
             libc::MAP_SHARED,
             fd,
             offset,
         );
         assert_ne!(mapped, libc::MAP_FAILED);
-        std::slice::from_raw_parts(mapped.cast::<kvm_dirty_gfn>(), RING / 16)
+        std::slice::from_raw_parts(mapped.cast::<kvm_dirty_gfn>(), page_size / 16)
     };
-    let page = (pending / 4096) as u64;
+    let page = (pending / page_size) as u64;
     let noted = ring.iter().filter(|entry| entry.flags == DIRTY);
     let noted: Vec<_> = noted.map(|entry| entry.offset).collect();
     assert!(noted.contains(&page), "{noted:x?}");

@@ -20,11 +20,13 @@ pub(crate) fn block_sizes() -> u64 {
     }
 }
 
-/// Returns the size of a VM's chunks. 0: the VM does not split eagerly.
+/// Returns the size of a VM's chunks, at most that of the largest block, which fits in the `int` of a capability. 0: the
+/// VM does not split eagerly.
 pub(crate) fn chunk(engine: &EngineVm) -> u64 {
     let policy = engine.policy();
+    let largest = 1 << block_sizes().ilog2();
     match policy.eager_page_split {
-        Switch::On => u64::from(policy.eager_page_split_chunk) * page_size() as u64,
+        Switch::On => (u64::from(policy.eager_page_split_chunk) * page_size() as u64).min(largest),
         Switch::Off => 0,
     }
 }
