@@ -553,10 +553,11 @@ fn completions_and_manual_pages_know_the_options_and_the_exit_statuses() {
     let format = slat_kvm::policy::FORMATS[0];
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(&["completions", shell]);
-        assert!(
-            script.contains("stats") && script.contains(format),
-            "{shell}"
-        );
+        assert!(script.contains("stats"), "{shell}");
+        // The scripts for the other shells do not complete the values of options.
+        if ["bash", "zsh", "fish"].contains(&shell) {
+            assert!(script.contains(format), "{shell}");
+        }
     }
     assert!(printed(&["man"]).contains("slat\\-bench(1)"));
     let page = printed(&["man", "run"]);

@@ -3,14 +3,13 @@
 use ax_memory_addr::{PhysAddr, VirtAddr};
 use axaddrspace::{AddrSpaceError, AddrSpaceResult, MappingFlags, NestedPageTableOps, PageSize};
 use axvm_types::GuestPhysAddr;
-use page_table_entry::x86_64::X64PTE;
 use page_table_multiarch::{PageTable64, PagingHandler, PagingResult};
 
 use super::{AddressSpace, SPACE};
-use crate::tables::multiarch::{FourLevels, Source};
+use crate::tables::multiarch::{Entry, FourLevels, Source};
 
 /// The tables, with the types of axaddrspace, whose bits are equal.
-pub struct Tables(PageTable64<FourLevels, X64PTE, Source>);
+pub struct Tables(PageTable64<FourLevels, Entry, Source>);
 
 fn flags(flags: MappingFlags) -> page_table_entry::MappingFlags {
     page_table_entry::MappingFlags::from_bits_retain(flags.bits())
@@ -25,7 +24,7 @@ fn size(size: PageSize) -> page_table_multiarch::PageSize {
         PageSize::Size4K => page_table_multiarch::PageSize::Size4K,
         PageSize::Size2M => page_table_multiarch::PageSize::Size2M,
         PageSize::Size1G => page_table_multiarch::PageSize::Size1G,
-        PageSize::Size1M => unreachable!("an x86-64 table has no leaf of 1 MiB"),
+        PageSize::Size1M => unreachable!("a table of 64-bit entries has no leaf of 1 MiB"),
     }
 }
 

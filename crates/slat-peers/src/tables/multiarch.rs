@@ -1,7 +1,6 @@
 //! The tables of page_table_multiarch, with x86-64 entries. The crate frees tables only when the whole tree is dropped.
 
 use memory_addr::{PhysAddr, VirtAddr};
-use page_table_entry::x86_64::X64PTE;
 use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaData};
 
 use super::{BASE, Order, PAGES, Peer};
@@ -39,7 +38,13 @@ impl PagingMetaData for FourLevels {
     fn flush_tlb(_address: Option<VirtAddr>) {}
 }
 
-pub struct Tables(PageTable64<FourLevels, X64PTE, Source>);
+// The library has only the entries of the machine for which it is built.
+#[cfg(target_arch = "aarch64")]
+pub use page_table_entry::aarch64::A64PTE as Entry;
+#[cfg(target_arch = "x86_64")]
+pub use page_table_entry::x86_64::X64PTE as Entry;
+
+pub struct Tables(PageTable64<FourLevels, Entry, Source>);
 
 const START: usize = BASE as usize;
 const SIZE: usize = (PAGES as usize) << 12;
