@@ -12,6 +12,10 @@ pub(crate) struct Invalidated(Mutex<Few>);
 
 /// A few invalidations, in their order, or everything.
 #[derive(Clone, Copy, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "each vCPU has one, which is there for its larger variant"
+)]
 pub(crate) enum Few {
     These([Invalidation; MOST], usize),
     Everything,
