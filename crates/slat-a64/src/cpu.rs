@@ -12,7 +12,7 @@ use crate::memory::Invalidation;
 use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
 use crate::probes::{AccessProbe, Probes};
-use crate::ran::{Ran, Then};
+use crate::ran::Ran;
 use crate::run::{Exit, Went, one};
 use crate::state::State;
 use crate::syndrome::Syndrome;
@@ -184,10 +184,10 @@ impl Cpu {
                 if below.attention() {
                     return Leave::Attention;
                 }
-                if ran.then == Then::Continue && ran.instructions > 0 {
+                if !ran.needs_interpreter && ran.instructions > 0 {
                     continue;
                 }
-                may_enter = ran.then != Then::Continue;
+                may_enter = ran.needs_interpreter;
                 if done == limit {
                     break;
                 }

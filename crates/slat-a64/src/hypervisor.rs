@@ -19,10 +19,12 @@ pub struct Page {
 /// The machine below EL1.
 ///
 /// The processor keeps pages until [`Cpu::forget_pages`](crate::Cpu::forget_pages) is called: the embedder calls it
-/// before the memory behind a page changes. An access to the memory of a page may fail nevertheless. The processor then
-/// drops all pages, and asks for the page again, so the machine may wait during an access that fails. It may also wait
-/// in [`page`](Hypervisor::page); if the memory behind other pages may have changed meanwhile, `page` fails, and
-/// [`attention`](Hypervisor::attention) is `true` until the embedder has called `forget_pages`.
+/// before the memory behind a page changes.
+///
+/// The machine may wait during an access that fails. After such a failure the processor drops all pages, and asks for
+/// the page of the access again. The machine may also wait in [`page`](Hypervisor::page). If the memory behind another
+/// page may have changed during that wait, `page` returns an error, and [`attention`](Hypervisor::attention) returns
+/// `true` until the embedder has called `forget_pages`.
 pub trait Hypervisor {
     /// Why the machine refuses an access. The embedder learns of it by [`Stage2`](crate::Stage2).
     type Fault;

@@ -12,8 +12,8 @@
 //! operations on the same tables, and differ only in how they find and change a memslot:
 //!
 //! * a *fault* costs the rival its own search and then slat's fault, which looks up the covering memslot once more.
-//!   That look-up is cheap, because slat remembers the memslot. To be fair, slat's side also looks up its remembered
-//!   memslot once more after each fault ([`crate::experiments::memslots`]);
+//!   That look-up is cheap, because slat remembers the memslot. To be fair, slat's side makes the same look-up once
+//!   more after each fault ([`crate::experiments::memslots`]);
 //! * an *invalidation* costs the rival one scan at its begin (KVM made a second scan at its end), the count of
 //!   invalidations in progress, which the engine counts as well, and the same zap and flush;
 //! * a *change* costs the rival the same checks and one copy. Deleting or moving a memslot also costs the same zap
@@ -197,8 +197,8 @@ pub struct ArrayVm {
     writer: Mutex<Writer>,
     in_progress: InProgress,
     /// The number of invalidations that have ended, like the engine's invalidation sequence (KVM:
-    /// `mmu_invalidate_seq`). It is never needed, because one thread makes both the faults and the invalidations; the
-    /// counter exists so that its cost is measured.
+    /// `mmu_invalidate_seq`). The rival never needs this counter, because one thread makes both the faults and the
+    /// invalidations. The counter exists so that the cost of counting is measured.
     sequence: AtomicU64,
 }
 

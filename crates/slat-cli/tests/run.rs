@@ -59,8 +59,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// This architecture's number in an ELF file, the name of its programs in messages, and its dynamic linkers: glibc's,
-/// and musl's with zeros after it, so that both have the same length.
+/// For this architecture: the machine number in an ELF file, the name of programs in messages, and the paths of glibc's
+/// and musl's dynamic linkers. Zeros follow musl's path, so that both paths have the same length.
 const MACHINE: (u8, &str, &[u8], &[u8]) = match IS_X86 {
     true => (
         62,

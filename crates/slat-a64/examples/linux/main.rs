@@ -16,11 +16,11 @@ use board::{Board, RAM};
 use slat_a64::{Compile, Compiler, Cpu, Hint, Leave, State, Stop, SystemName};
 use std::process::ExitCode;
 
-/// Where the device tree and the initrd are, behind the kernel.
+/// The addresses of the device tree and of the initrd. Both are above the kernel.
 const TREE: u64 = RAM + (200 << 20);
 const INITRD: u64 = RAM + (202 << 20);
 
-/// The instructions of a run. The clock stands still meanwhile.
+/// The number of instructions of a run. The guest's clock stands still during a run.
 const BATCH: u64 = 2000;
 /// The number of instructions that are counted for a run that ends early: an estimate.
 const EARLY: u64 = BATCH / 40;

@@ -12,7 +12,7 @@ use crate::caches::Caches;
 use crate::hypervisor::Hypervisor;
 use crate::insn::Order;
 use crate::mmu::Mmu;
-use crate::ran::{Ran, Then};
+use crate::ran::Ran;
 use crate::state::State;
 use slat_jit::FAILED;
 use std::boxed::Box;
@@ -175,10 +175,7 @@ impl Compiled {
         self.instructions += instructions;
         Ran {
             instructions,
-            then: match why {
-                CONTINUE => Then::Continue,
-                _ => Then::Interpret,
-            },
+            needs_interpreter: why != CONTINUE,
         }
     }
 

@@ -1,4 +1,4 @@
-//! The compiler of a process: what is compiled, by whom, and what is known already.
+//! The compiler of a process: its queue of code to compile, its thread, and the regions that it has compiled.
 
 use super::plan::Plan;
 use super::region::Region;
@@ -28,7 +28,7 @@ pub enum Compile {
     AtOnce,
 }
 
-/// What is known of the code of a region.
+/// The state of a piece of guest code in the compiler.
 enum Known {
     Waiting,
     Compiled(Arc<Region>),

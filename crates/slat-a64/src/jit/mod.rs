@@ -1,9 +1,9 @@
 //! The compiler.
 //!
-//! Code to which the interpreter comes often becomes a *region*: instructions of one page that are reached from its
-//! first one, with called functions and the code to which they return, compiled to one function of the host by
-//! Cranelift. A thread of its own compiles ([`Compiler::work`]); until a region is there, the interpreter runs its
-//! code. A region is entered at its first instruction alone.
+//! Code to which the interpreter comes often becomes a *region*: instructions of one page that are reached from the
+//! region's first instruction, including called functions and the code to which they return. Cranelift compiles the
+//! region to one function of the host, on a thread of the compiler's own ([`Compiler::work`]). Until that function
+//! exists, the interpreter runs the code. A region is entered at its first instruction only.
 //!
 //! | layer | file | idea |
 //! |---|---|---|

@@ -1,7 +1,8 @@
 //! Loads, stores and fetches by virtual addresses.
 //!
-//! An access to a page that the TLB has may fail: then the machine below may have let the memory behind any page change
-//! (it may have waited). So all pages are dropped, and the machine is asked for this one again.
+//! An access to a page that the TLB has may fail. The machine below may have waited during that access, and meanwhile
+//! the memory behind any page may have changed. So the processor drops all pages, and asks the machine for the page of
+//! the access again.
 
 use super::{Mmu, PAGE, Place, Request, accessor, misaligned};
 use crate::abort::{Fault, Right};
@@ -74,6 +75,29 @@ impl<H: Hypervisor> Mmu<'_, H> {
             bytes: in_first.min(bytes),
             second,
         })
+    }
+
+    /// Makes an access to `bytes` bytes of a page that the TLB has. `None`: the TLB does not have the page, or the access
+    /// has failed. After a failure the TLB has no page at all.
+    #[inline(always)]
+    fn known<R>(
+        &mut self,
+        state: &State,
+        access: Access,
+        right: Right,
+        address: u64,
+        bytes: u64,
+        make: impl FnOnce(&mut H, u64) -> Result<R, H::Fault>,
+    ) -> Option<R> {
+        let accessor = accessor(state, access.kind);
+        let at = self.caches.tlb.find(accessor, right, address, bytes)?;
+        match make(self.below, at) {
+            Ok(result) => Some(result),
+            Err(_) => {
+                self.caches.flush();
+                None
+            }
+        }
     }
 
     /// Loads at most 16 bytes that the TLB does not serve.
@@ -186,16 +210,16 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         size: u8,
         access: Access,
     ) -> Result<u64, Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self
-            .caches
-            .tlb
-            .find(accessor, Right::Read, address, 1 << size)
-        {
-            match self.below.load(at, size, access.order) {
-                Ok(value) => return Ok(value),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(
+            state,
+            access,
+            Right::Read,
+            address,
+            1 << size,
+            |below, at| below.load(at, size, access.order),
+        );
+        if let Some(value) = known {
+            return Ok(value);
         }
         let value = self.load_slowly(state, address, 1 << size, access)?;
         Ok(value as u64)
@@ -210,16 +234,16 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         value: u64,
         access: Access,
     ) -> Result<(), Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self
-            .caches
-            .tlb
-            .find(accessor, Right::Write, address, 1 << size)
-        {
-            match self.below.store(at, size, value, access.order) {
-                Ok(()) => return Ok(()),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(
+            state,
+            access,
+            Right::Write,
+            address,
+            1 << size,
+            |below, at| below.store(at, size, value, access.order),
+        );
+        if let Some(()) = known {
+            return Ok(());
         }
         let value = value & ones(8 << size);
         self.store_slowly(state, address, 1 << size, value.into(), access)
@@ -231,12 +255,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         address: u64,
         access: Access,
     ) -> Result<u128, Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self.caches.tlb.find(accessor, Right::Read, address, 16) {
-            match self.below.load_wide(at) {
-                Ok(value) => return Ok(value),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(state, access, Right::Read, address, 16, |below, at| {
+            below.load_wide(at)
+        });
+        if let Some(value) = known {
+            return Ok(value);
         }
         self.load_slowly(state, address, 16, access)
     }
@@ -248,12 +271,11 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         value: u128,
         access: Access,
     ) -> Result<(), Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self.caches.tlb.find(accessor, Right::Write, address, 16) {
-            match self.below.store_wide(at, value) {
-                Ok(()) => return Ok(()),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(state, access, Right::Write, address, 16, |below, at| {
+            below.store_wide(at, value)
+        });
+        if let Some(()) = known {
+            return Ok(());
         }
         self.store_slowly(state, address, 16, value, access)
     }
@@ -285,16 +307,16 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         values: [u128; 2],
         access: Access,
     ) -> Result<u128, Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self
-            .caches
-            .tlb
-            .find(accessor, Right::Write, address, 1 << size)
-        {
-            match self.below.compare_exchange(at, size, values, access.order) {
-                Ok(found) => return Ok(found),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(
+            state,
+            access,
+            Right::Write,
+            address,
+            1 << size,
+            |below, at| below.compare_exchange(at, size, values, access.order),
+        );
+        if let Some(found) = known {
+            return Ok(found);
         }
         let (place, request) = self.place_of_exchange(state, address, size, access)?;
         let found = self
@@ -312,16 +334,16 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         operand: u64,
         access: Access,
     ) -> Result<u64, Self::Fault> {
-        let accessor = accessor(state, access.kind);
-        if let Some(at) = self
-            .caches
-            .tlb
-            .find(accessor, Right::Write, address, 1 << size)
-        {
-            match self.below.atomic(op, at, size, operand, access.order) {
-                Ok(old) => return Ok(old),
-                Err(_) => self.caches.flush(),
-            }
+        let known = self.known(
+            state,
+            access,
+            Right::Write,
+            address,
+            1 << size,
+            |below, at| below.atomic(op, at, size, operand, access.order),
+        );
+        if let Some(old) = known {
+            return Ok(old);
         }
         let (place, request) = self.place_of_exchange(state, address, size, access)?;
         let old = self.below.atomic(op, place.at, size, operand, access.order);

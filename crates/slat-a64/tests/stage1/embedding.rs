@@ -15,7 +15,7 @@ fn refused(guest: &mut Guest, word: u32) -> (u64, Option<Syndrome>) {
     (fault.esr(syndrome, 0x07), syndrome)
 }
 
-/// While an access waits, the memory behind other pages may change: the machine makes the access fail.
+/// The memory behind other pages may change while an access waits. The machine then makes that access fail.
 #[test]
 fn an_access_that_fails_leaves_no_page_in_the_tlb() {
     // LDR, STR, LDR Q, STR Q, CAS, LDADD.

@@ -209,8 +209,8 @@ fn read(lines: &[&str]) -> Option<Answer> {
     Some(answer)
 }
 
-/// Returns the counters that a line of this `kind` sets. They are the last vCPU's if there is one, else the last
-/// VM's, else those of everything that has ended.
+/// Returns the counters that a line of this `kind` sets: the counters of the last vCPU. If there is no vCPU, returns
+/// those of the last VM; if there is no VM, those of everything that has ended.
 fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
     let Some(vm) = answer.vms.last_mut() else {
         return match kind {

@@ -1,4 +1,4 @@
-//! What other vCPUs have invalidated, and a vCPU has to drop before it executes again.
+//! The invalidations by other vCPUs that a vCPU has to carry out before it executes again.
 
 use slat_a64::Invalidation;
 use std::sync::{Mutex, PoisonError};
@@ -10,43 +10,41 @@ const MOST: usize = 16;
 #[derive(Debug, Default)]
 pub(crate) struct Invalidated(Mutex<Few>);
 
-/// A few invalidations, in their order, or everything.
+/// A few invalidations, in their order. [`Few::EVERYTHING`] replaces them if they would become more than [`MOST`].
 #[derive(Clone, Copy, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "each vCPU has one, which is there for its larger variant"
-)]
-pub(crate) enum Few {
-    These([Invalidation; MOST], usize),
-    Everything,
+pub(crate) struct Few {
+    list: [Invalidation; MOST],
+    count: usize,
 }
 
 impl Default for Few {
     fn default() -> Self {
-        Few::These([Invalidation::All; MOST], 0)
+        Few {
+            list: [Invalidation::All; MOST],
+            count: 0,
+        }
     }
 }
 
 impl Few {
+    const EVERYTHING: [Invalidation; 2] = [Invalidation::All, Invalidation::Code];
+
     /// Returns the invalidations.
     pub(crate) fn as_slice(&self) -> &[Invalidation] {
-        match self {
-            Few::These(list, count) => &list[..*count],
-            Few::Everything => &[Invalidation::All, Invalidation::Code],
-        }
+        &self.list[..self.count]
     }
 
     fn add(&mut self, invalidation: Invalidation) {
         if self.as_slice().contains(&invalidation) {
             return;
         }
-        match self {
-            Few::These(list, count) if *count < MOST => {
-                list[*count] = invalidation;
-                *count += 1;
-            }
-            _ => *self = Few::Everything,
+        if self.count == MOST {
+            self.count = Self::EVERYTHING.len();
+            self.list[..self.count].copy_from_slice(&Self::EVERYTHING);
+            return;
         }
+        self.list[self.count] = invalidation;
+        self.count += 1;
     }
 }
 

@@ -1,5 +1,5 @@
-//! What the client of a VM chooses before the first vCPU runs: which calls its guest's firmware carries out (the filter
-//! of SMCCC calls, vm.rst; the optional services, fw-pseudo-registers.rst), and what the processor says that it has.
+//! The client's settings of a VM, which are fixed when the first vCPU runs: the filter of SMCCC calls (vm.rst), the
+//! optional services of the firmware (fw-pseudo-registers.rst), and the identification of the processor.
 
 use crate::arch::aarch64::identification::{IdRegister, Identification};
 use crate::errno::{Result, fail};
