@@ -51,6 +51,26 @@ pub(crate) fn publish(start: *const u8, bytes: usize) {
     membarrier(SYNC_CORE);
 }
 
+/// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and
+/// returns.
+macro_rules! leave {
+    () => {
+        concat!(
+            "ldp x19, x20, [sp, #16]\n",
+            "ldp x21, x22, [sp, #32]\n",
+            "ldp x23, x24, [sp, #48]\n",
+            "ldp x25, x26, [sp, #64]\n",
+            "ldp x27, x28, [sp, #80]\n",
+            "ldp d8, d9, [sp, #96]\n",
+            "ldp d10, d11, [sp, #112]\n",
+            "ldp d12, d13, [sp, #128]\n",
+            "ldp d14, d15, [sp, #144]\n",
+            "ldp x29, x30, [sp], #160\n",
+            "ret"
+        )
+    };
+}
+
 /// See [`crate::entry::enter`].
 ///
 /// # Safety
@@ -76,17 +96,7 @@ pub(crate) unsafe extern "C" fn enter(frame: *mut Frame, code: *const u8) -> u64
         "mov x1, x0",
         "cmp x0, #{least}",
         "b.hs 2b",
-        "ldp x19, x20, [sp, #16]",
-        "ldp x21, x22, [sp, #32]",
-        "ldp x23, x24, [sp, #48]",
-        "ldp x25, x26, [sp, #64]",
-        "ldp x27, x28, [sp, #80]",
-        "ldp d8, d9, [sp, #96]",
-        "ldp d10, d11, [sp, #112]",
-        "ldp d12, d13, [sp, #128]",
-        "ldp d14, d15, [sp, #144]",
-        "ldp x29, x30, [sp], #160",
-        "ret",
+        leave!(),
         stack = const offset_of!(Frame, stack),
         least = const LEAST_CODE,
     )
@@ -101,17 +111,7 @@ pub(crate) unsafe extern "C" fn failed_access() {
         "mov x0, #{status}",
         "ldr x9, [x21, #{stack}]",
         "mov sp, x9",
-        "ldp x19, x20, [sp, #16]",
-        "ldp x21, x22, [sp, #32]",
-        "ldp x23, x24, [sp, #48]",
-        "ldp x25, x26, [sp, #64]",
-        "ldp x27, x28, [sp, #80]",
-        "ldp d8, d9, [sp, #96]",
-        "ldp d10, d11, [sp, #112]",
-        "ldp d12, d13, [sp, #128]",
-        "ldp d14, d15, [sp, #144]",
-        "ldp x29, x30, [sp], #160",
-        "ret",
+        leave!(),
         stack = const offset_of!(Frame, stack),
         failed = const offset_of!(Frame, failed),
         status = const FAILED,

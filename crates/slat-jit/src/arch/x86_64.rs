@@ -31,6 +31,23 @@ pub(crate) fn prepare() -> bool {
 /// Makes all threads see new code. The host's instruction cache sees all stores.
 pub(crate) fn publish(_start: *const u8, _bytes: usize) {}
 
+/// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and
+/// returns.
+macro_rules! leave {
+    () => {
+        concat!(
+            "add rsp, 8\n",
+            "pop r15\n",
+            "pop r14\n",
+            "pop r13\n",
+            "pop r12\n",
+            "pop rbx\n",
+            "pop rbp\n",
+            "ret"
+        )
+    };
+}
+
 /// See [`crate::entry::enter`].
 ///
 /// # Safety
@@ -52,14 +69,7 @@ pub(crate) unsafe extern "C" fn enter(frame: *mut Frame, code: *const u8) -> u64
         "mov rsi, rax",
         "cmp rax, {least}",
         "jae 2b",
-        "add rsp, 8",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbx",
-        "pop rbp",
-        "ret",
+        leave!(),
         stack = const offset_of!(Frame, stack),
         least = const LEAST_CODE,
     )
@@ -73,14 +83,7 @@ pub(crate) unsafe extern "C" fn failed_access() {
         "mov [r15 + {failed}], rax",
         "mov eax, {status}",
         "mov rsp, [r15 + {stack}]",
-        "add rsp, 8",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbx",
-        "pop rbp",
-        "ret",
+        leave!(),
         stack = const offset_of!(Frame, stack),
         failed = const offset_of!(Frame, failed),
         status = const FAILED,
