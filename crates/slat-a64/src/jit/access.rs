@@ -9,7 +9,7 @@
 //! the guest's own. A load-acquire and a store-release become Cranelift's sequentially consistent ones: LDAR and STLR,
 //! or a plain load, and a store that MFENCE follows. So a load-acquire after a store-release of the same thread is
 //! never made before it, which RCsc demands. Those of helpers are fenced on both sides. Memory barriers become full
-//! fences (DMB ISH, MFENCE).
+//! fences (DMB ISH, MFENCE). The tests in `order` check all of this by models of both architectures.
 
 use super::helpers::{Request, helper};
 use super::translate::Translator;

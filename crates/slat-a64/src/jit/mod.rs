@@ -52,6 +52,8 @@ mod context;
 mod emit;
 mod frame;
 mod helpers;
+#[cfg(test)]
+mod order;
 mod plan;
 mod region;
 mod source;
