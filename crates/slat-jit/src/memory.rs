@@ -58,7 +58,7 @@ impl Drop for Reservation {
 pub enum Refused {
     /// All pages are used.
     Full,
-    /// The host has no memory, or allows no executable memory.
+    /// The host has no memory, allows no executable memory, or does not make all threads see new code.
     Forbidden,
     /// The compiler does not support this code.
     Unable,
@@ -184,8 +184,9 @@ impl Arena {
                 *table.add(at / 8) |= 1 << (at % 8);
             }
             (start.add(offset)).copy_from_nonoverlapping(code.as_ptr(), code.len());
-            arch::publish(start.add(offset), code.len());
-            if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
+            let is_seen = arch::publish(start.add(offset), code.len());
+            let executable = libc::PROT_READ | libc::PROT_EXEC;
+            if !is_seen || libc::mprotect(start.cast(), len, executable) != 0 {
                 return Err(Refused::Forbidden);
             }
         }

@@ -28,8 +28,9 @@ pub(crate) fn prepare() -> bool {
 }
 
 /// Makes all threads see new code: cleans the data caches and drops the instruction caches (DDI 0487, B2.2.5). Each
-/// thread must also synchronize its context, because it may have fetched the old bytes early.
-pub(crate) fn publish(start: *const u8, bytes: usize) {
+/// thread must also synchronize its context, because it may have fetched the old bytes early. Returns `false` if the
+/// kernel has refused to make them do this: a seccomp filter may forbid `membarrier` after [`prepare`].
+pub(crate) fn publish(start: *const u8, bytes: usize) -> bool {
     let sizes: u64;
     // SAFETY: Linux lets programs read this register.
     unsafe { asm!("mrs {}, ctr_el0", out(reg) sizes, options(nomem, nostack)) };
@@ -48,7 +49,7 @@ pub(crate) fn publish(start: *const u8, bytes: usize) {
     }
     // SAFETY: barriers.
     unsafe { asm!("dsb ish", "isb", options(nostack)) };
-    membarrier(SYNC_CORE);
+    membarrier(SYNC_CORE)
 }
 
 /// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and

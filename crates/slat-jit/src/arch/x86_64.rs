@@ -29,7 +29,9 @@ pub(crate) fn prepare() -> bool {
 }
 
 /// Makes all threads see new code. The host's instruction cache sees all stores.
-pub(crate) fn publish(_start: *const u8, _bytes: usize) {}
+pub(crate) fn publish(_start: *const u8, _bytes: usize) -> bool {
+    true
+}
 
 /// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and
 /// returns.
