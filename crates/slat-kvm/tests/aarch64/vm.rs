@@ -346,6 +346,49 @@ fn a_client_learns_for_which_target_to_initialise_vcpus() {
 }
 
 #[test]
+fn one_offset_sets_both_counters_and_keeps_them_equal() {
+    let (system, vm) = (Object::system(), vm_object());
+    let cap = system.ioctl(KVM_CHECK_EXTENSION, KVM_CAP_COUNTER_OFFSET.into());
+    assert!(matches!(cap, Ok(Answer::Value(1))));
+    let vcpus = [0, 1].map(|id| match vm.ioctl(KVM_CREATE_VCPU, id).unwrap() {
+        Answer::Created(vcpu, _) => vcpu,
+        other => panic!("{other:?}"),
+    });
+    let mut target = kvm_vcpu_init::default();
+    vm.ioctl(KVM_ARM_PREFERRED_TARGET, &raw mut target as u64)
+        .unwrap();
+    for vcpu in &vcpus {
+        vcpu.ioctl(KVM_ARM_VCPU_INIT, &raw const target as u64)
+            .unwrap();
+    }
+    // KVM_REG_ARM_TIMER_CNT and KVM_REG_ARM_PTIMER_CNT.
+    let counters = [0x6030_0000_0013_df1a, 0x6030_0000_0013_df01];
+    let access = |vcpu: &Object, request, id, value: &mut u64| {
+        let addr = &raw mut *value as u64;
+        let register = kvm_one_reg { id, addr };
+        vcpu.ioctl(request, &raw const register as u64).unwrap();
+    };
+    let set_offset = |counter_offset, reserved| {
+        let offset = kvm_arm_counter_offset {
+            counter_offset,
+            reserved,
+        };
+        vm.ioctl(KVM_ARM_SET_COUNTER_OFFSET, &raw const offset as u64)
+    };
+    assert_eq!(errno(set_offset(0, 1)), libc::EINVAL);
+    access(&vcpus[0], KVM_SET_ONE_REG, counters[0], &mut (1 << 60));
+    set_offset(1 << 62, 0).unwrap();
+    access(&vcpus[1], KVM_SET_ONE_REG, counters[1], &mut (1 << 61));
+    for vcpu in &vcpus {
+        for id in counters {
+            let mut value = 0;
+            access(vcpu, KVM_GET_ONE_REG, id, &mut value);
+            assert_eq!(value >> 62, 3, "{id:#x}");
+        }
+    }
+}
+
+#[test]
 fn requests_of_other_architectures_do_not_exist() {
     let (system, vm) = (Object::system(), vm_object());
     // KVM_GET_MSR_INDEX_LIST, KVM_GET_SUPPORTED_CPUID, KVM_X86_GET_MCE_CAP_SUPPORTED.

@@ -11,6 +11,7 @@ requests! { name_of_request:
     KVM_CREATE_IRQCHIP = io(0x60);
     KVM_ARM_SET_DEVICE_ADDR = iow::<kvm_arm_device_addr>(0xab);
     KVM_ARM_PREFERRED_TARGET = ior::<kvm_vcpu_init>(0xaf);
+    KVM_ARM_SET_COUNTER_OFFSET = iow::<kvm_arm_counter_offset>(0xb5);
     KVM_ARM_GET_REG_WRITABLE_MASKS = ior::<reg_mask_range>(0xb6);
 }
 
@@ -25,6 +26,7 @@ mod tests {
         assert_eq!(KVM_ARM_PREFERRED_TARGET, 0x8020_aeaf);
         assert_eq!(KVM_ARM_SET_DEVICE_ADDR, 0x4010_aeab);
         assert_eq!(KVM_ARM_GET_REG_WRITABLE_MASKS, 0x8040_aeb6);
+        assert_eq!(KVM_ARM_SET_COUNTER_OFFSET, 0x4010_aeb5);
         assert_eq!(KVM_SET_GUEST_DEBUG, 0x4208_ae9b);
         let expected = Some("KVM_ARM_PREFERRED_TARGET");
         assert_eq!(name(KVM_ARM_PREFERRED_TARGET), expected);

@@ -22,6 +22,7 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         | KVM_CAP_ARM_SYSTEM_SUSPEND
         | KVM_CAP_SET_GUEST_DEBUG
         | KVM_CAP_ARM_WRITABLE_IMP_ID_REGS
+        | KVM_CAP_COUNTER_OFFSET
         | KVM_CAP_ENABLE_CAP => 1,
         KVM_CAP_ARM_USER_IRQ
         | KVM_CAP_IRQCHIP

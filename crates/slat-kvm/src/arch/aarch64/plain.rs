@@ -4,6 +4,7 @@ use crate::user::plain;
 use kvm_bindings::*;
 
 plain!(
+    kvm_arm_counter_offset,
     kvm_arm_device_addr,
     kvm_smccc_filter,
     kvm_vcpu_init,

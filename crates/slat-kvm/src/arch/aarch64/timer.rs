@@ -1,13 +1,15 @@
 //! The timers of a vCPU (DDI 0487, D11): the virtual timer and the physical one.
 //!
 //! Each counts the host's counter minus an offset that the client can set. The virtual counter and the physical one of
-//! a new VM are equal; as in KVM, a client that sets one of them does not set the other. Without an interrupt
-//! controller the output of a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and ends a WFI.
+//! a new VM are equal; as in KVM, a client that sets one of them does not set the other. A client can also set one
+//! offset for both (`KVM_ARM_SET_COUNTER_OFFSET`); then they stay equal, because writes of the counters have no effect
+//! any more. Without an interrupt controller the output of a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and
+//! ends a WFI.
 
 use crate::arch::aarch64::clock::{frequency, ticks};
 use slat_a64::SystemName;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 const CNTFRQ: SystemName = SystemName::new(3, 3, 14, 0, 0);
@@ -41,14 +43,30 @@ enum Field {
     Compare,
 }
 
-/// The differences between the host's counter and the guest's counters, by [`Which`]. All vCPUs of a VM have the same
-/// ones, so that their counters agree.
+/// The differences between the host's counter and the guest's counters. All vCPUs of a VM have the same ones, so that
+/// their counters agree.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Offsets(Arc<[AtomicU64; 2]>);
+pub(crate) struct Offsets(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// By [`Which`].
+    offsets: [AtomicU64; 2],
+    /// The client has set one offset for both counters.
+    is_for_both: AtomicBool,
+}
 
 impl Offsets {
     fn get(&self) -> [u64; 2] {
-        self.0.each_ref().map(|offset| offset.load(Relaxed))
+        self.0.offsets.each_ref().map(|offset| offset.load(Relaxed))
+    }
+
+    /// Sets the offset of both counters. From now on, [`Timers::set_counter`] changes nothing.
+    pub(crate) fn set_both(&self, offset: u64) {
+        self.0.is_for_both.store(true, Relaxed);
+        for counter in &self.0.offsets {
+            counter.store(offset, Relaxed);
+        }
     }
 }
 
@@ -97,12 +115,15 @@ impl Timers {
 
     /// Returns a counter of the guest.
     pub(crate) fn counter(&self, which: Which) -> u64 {
-        ticks().wrapping_sub(self.offsets.0[which as usize].load(Relaxed))
+        ticks().wrapping_sub(self.offsets.get()[which as usize])
     }
 
-    /// Sets a counter of the guest, that of all vCPUs.
+    /// Sets a counter of the guest, that of all vCPUs, unless the client has set one offset for both counters.
     pub(crate) fn set_counter(&mut self, which: Which, value: u64) {
-        self.offsets.0[which as usize].store(ticks().wrapping_sub(value), Relaxed);
+        let shared = &self.offsets.0;
+        if !shared.is_for_both.load(Relaxed) {
+            shared.offsets[which as usize].store(ticks().wrapping_sub(value), Relaxed);
+        }
     }
 
     /// Whether the client has set a counter, by any vCPU, after the last call of [`deadline`](Self::deadline).

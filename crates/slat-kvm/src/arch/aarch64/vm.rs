@@ -7,6 +7,7 @@ use crate::errno::{Result, fail};
 use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
+use std::sync::atomic::Ordering;
 
 impl VmObject {
     /// Whether a vCPU that is created now can have this id.
@@ -82,6 +83,34 @@ impl VmObject {
         let filter: kvm_smccc_filter = user::read(attribute.addr)?;
         let _call = self.begin()?;
         self.arch.settings().add_filter(&filter)
+    }
+
+    /// Refuses a call that a running vCPU could notice.
+    ///
+    /// # Errors
+    /// `EBUSY`.
+    pub(crate) fn check_rest(&self) -> Result<()> {
+        let vcpus = self.vcpus();
+        let mut runners = vcpus.iter().map(|vcpu| &vcpu.runner);
+        match runners.any(|runner| runner.load(Ordering::SeqCst) != 0) {
+            true => fail(libc::EBUSY),
+            false => Ok(()),
+        }
+    }
+
+    /// Carries out `KVM_ARM_SET_COUNTER_OFFSET`: sets the offset of the virtual counter and of the physical one. Later
+    /// writes of these counters have no effect.
+    ///
+    /// # Errors
+    /// `EINVAL` if the reserved field is not zero. `EBUSY` while a vCPU runs.
+    pub(crate) fn set_counter_offset(&self, offset: &kvm_arm_counter_offset) -> Result<()> {
+        let _call = self.begin()?;
+        if offset.reserved != 0 {
+            return fail(libc::EINVAL);
+        }
+        self.check_rest()?;
+        self.arch.counter_offsets.set_both(offset.counter_offset);
+        Ok(())
     }
 
     /// Carries out `KVM_ARM_GET_REG_WRITABLE_MASKS`: returns the bits that a client may change of the registers that

@@ -17,7 +17,6 @@ use slat_gic::device::{Vm, address, control, group, value_size};
 use slat_gic::error::Error;
 use slat_gic::gic::{Gic, Model};
 use slat_gic::its::ITS_SIZE;
-use std::sync::atomic::Ordering;
 
 const V2: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2;
 const V3: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3;
@@ -65,13 +64,8 @@ impl VmDevice {
     /// # Errors
     /// `EBUSY`.
     fn check_rest(self, vm: &VmObject, attribute: &kvm_device_attr) -> Result<()> {
-        let runs = || {
-            let vcpus = vm.vcpus();
-            let mut runners = vcpus.iter().map(|vcpu| &vcpu.runner);
-            runners.any(|runner| runner.load(Ordering::SeqCst) != 0)
-        };
-        match self.needs_rest(attribute) && runs() {
-            true => fail(libc::EBUSY),
+        match self.needs_rest(attribute) {
+            true => vm.check_rest(),
             false => Ok(()),
         }
     }

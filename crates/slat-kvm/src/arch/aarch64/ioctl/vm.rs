@@ -15,6 +15,7 @@ pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
         KVM_ARM_SET_DEVICE_ADDR => vm.set_device_address(&user::read(argument)?)?,
         KVM_HAS_DEVICE_ATTR => vm.has_attribute(&user::read(argument)?)?,
         KVM_SET_DEVICE_ATTR => vm.set_attribute(&user::read(argument)?)?,
+        KVM_ARM_SET_COUNTER_OFFSET => vm.set_counter_offset(&user::read(argument)?)?,
         KVM_ARM_GET_REG_WRITABLE_MASKS => {
             let range: reg_mask_range = user::read(argument)?;
             user::write_slice(range.addr, &vm.writable_masks(&range)?)?;
