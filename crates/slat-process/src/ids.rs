@@ -65,9 +65,11 @@ mod tests {
     #[test]
     fn each_threads_id_is_noted_where_slat_looks_for_it() {
         if !locate() {
-            return eprintln!(
-                "skipped: this kernel or this C library does not tell where the note is"
-            );
+            // musl has no note that `locate` can find: the kernel clears another word there.
+            if cfg!(not(target_env = "musl")) {
+                eprintln!("skipped: this kernel does not tell where the note is");
+            }
+            return;
         }
         let check = || {
             // SAFETY: the note belongs to this thread, and its address is known.
