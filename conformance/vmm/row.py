@@ -14,10 +14,12 @@ import sys
 import tempfile
 import traceback
 
+from rows.architecture import ARM64, X86_64
 from rows.console import Failure, Skip
 
 ROWS = {
-    "arm64": "rows.arm64",
+    "board": "rows.board",
+    "kvmtool": "rows.kvmtool",
     "boot": "rows.boot",
     "devices": "rows.devices",
     "migrate": "rows.migrate",
@@ -45,6 +47,7 @@ class Setting:
 
     def __init__(self, on, slat, mmu, cpu, qemu, materials):
         self.on = on
+        self.architecture = ARM64 if on in ("arm64", "board") else X86_64
         self.slat = slat
         self.qemu = qemu
         self.mmu = mmu

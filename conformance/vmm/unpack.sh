@@ -5,7 +5,7 @@
 #   once DIRECTORY COMMAND...             runs a command that fills $work/DIRECTORY, unless it has
 #   unpack PACKAGE DIRECTORY
 #   newest_kernel DIRECTORY REGEX...      the newest kernel whose name matches the first expression that finds one
-#   make_initrd FILE KERNEL BUSYBOX OPTIONS MODULE...
+#   make_initrd FILE KERNEL BUSYBOX COMPILER MODULE...
 
 guests=$(dirname "${BASH_SOURCE[0]}")
 
@@ -55,17 +55,19 @@ add_module() { # tree, directory of the kernel, name
 }
 
 # Makes an initrd, unless it is newer than all of its sources.
-make_initrd() { # file, directory of the kernel, directory of busybox, compiler's options (none: no programs but busybox), modules
-    local file="$work/$1" kernel="$work/$2" busybox="$work/$3" tree module program
+make_initrd() { # file, directory of the kernel, directory of busybox, compiler and options (none: no programs but busybox), modules
+    local file="$work/$1" kernel="$work/$2" busybox="$work/$3" compiler tree module program
+    read -ra compiler <<<"$4"
     if [ -e "$file" ] && [ -z "$(find "$guests/guest" "$guests/unpack.sh" "$kernel/.complete" -type f -newer "$file" | head -n1)" ]; then return; fi
     tree="$file.tree"
     rm -rf "$tree" && mkdir -p "$tree"/{bin,dev,proc,sys,tmp,modules}
     install "$(find "$busybox" -path '*bin/busybox' -type f | head -n1)" "$tree/bin/busybox"
     install "$guests/guest/init" "$tree/init"
-    if [ -n "$4" ]; then
-        for program in "$guests"/guest/*.c; do
-            # shellcheck disable=SC2086 # the options are words
-            gcc $4 -Wall -Wextra -Werror -static -o "$tree/bin/$(basename "$program" .c)" "$program"
+    if [ ${#compiler[@]} -gt 0 ]; then
+        # Some programs are for one architecture.
+        for program in "$guests"/guest/*.c "$guests/guest/$("${compiler[0]}" -dumpmachine | cut -d- -f1)"/*.c; do
+            [ -e "$program" ] || continue
+            "${compiler[@]}" -Wall -Wextra -Werror -static -o "$tree/bin/$(basename "$program" .c)" "$program"
         done
     fi
     for module in "${@:5}"; do add_module "$tree" "$kernel" "$module"; done

@@ -1,13 +1,14 @@
-"""boot MACHINE IRQCHIP CPUS [bzImage|i386|i386-pae] [ovmf] [qemu64]: QEMU boots Linux to a shell with all CPUs, and powers off.
+"""boot MACHINE IRQCHIP CPUS [bzImage|i386|i386-pae] [uefi] [qemu64]: QEMU boots Linux to a shell with all CPUs, and powers off.
 
-Without more words the kernel is an ELF file, which is started at its PVH entry; a bzImage is started by SeaBIOS, or by OVMF, which
-is in flash. Of the 32-bit kernels the one whose page tables have two levels is a bzImage, that with three starts at its PVH entry.
+Without more words the kernel is an ELF file, which is started at its PVH entry; a bzImage is started by SeaBIOS, or by UEFI firmware,
+which is in flash. Of the 32-bit kernels the one whose page tables have two levels is a bzImage, that with three starts at its PVH entry.
 The CPU is the host's, or QEMU's own default.
 """
 
 import re
 import shutil
 
+from rows.architecture import X86_64
 from rows.console import Failure
 from rows.qemu import BOOT, Qemu, host_cpu, linux
 
@@ -34,16 +35,18 @@ def run(setting, machine, irqchip, cpus, *words):
             seconds = 3 * BOOT
         elif word == "i386-pae":
             payload = linux(setting, "i386-pae/vmlinux", "i386-pae/initrd")
-        elif word == "ovmf":
+        elif word == "uefi":
             # Both are flash: memory that is read as such, where every write is a command to the device. The code never
             # accepts any; of the variables this guest has a copy.
             variables = setting.path("variables")
-            shutil.copy(setting.material("OVMF_VARS.fd"), variables)
+            code, original = map(setting.material, setting.architecture.firmware)
+            shutil.copy(original, variables)
             flash = "if=pflash,format=raw"
-            options += ["-drive", f"{flash},unit=0,readonly=on,file={setting.material('OVMF_CODE.fd')}"]
+            options += ["-drive", f"{flash},unit=0,readonly=on,file={code}"]
             options += ["-drive", f"{flash},unit=1,file={variables}"]
-            # This OVMF maps all physical addresses of the CPU by pages of 2 MiB: 48 bits need 1 GiB of tables, more than there is.
-            cpu = host_cpu(setting) + ",host-phys-bits-limit=40"
+            if setting.architecture is X86_64:
+                # This OVMF maps all physical addresses of the CPU by pages of 2 MiB: 48 bits need 1 GiB of tables, more than there is.
+                cpu = host_cpu(setting) + ",host-phys-bits-limit=40"
         elif word == "qemu64":
             cpu = word
         else:
@@ -57,6 +60,6 @@ def run(setting, machine, irqchip, cpus, *words):
     for word in words:
         if word.startswith("i386"):
             _check_i386(qemu, pae=word == "i386-pae")
-    if "ovmf" in words:
+    if "uefi" in words:
         qemu.console.run("test -d /sys/firmware/efi")
     qemu.power_off()

@@ -14,8 +14,6 @@ import os
 from rows.microvm import TAP, Devices, MicroVm, move
 from rows.qemu import BOOT, MEMORY
 
-COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 panic=-1"
-
 
 def _start(setting, name, words, options):
     path = setting.path(f"{name}.socket")
@@ -28,7 +26,9 @@ def _start(setting, name, words, options):
 def run(setting, cpus, *words):
     cpus = int(cpus)
     devices = Devices(setting, words)
-    options = ["--kernel", setting.material("vmlinux"), "--initramfs", setting.material("initrd"), "--cmdline", COMMAND_LINE]
+    architecture = setting.architecture
+    options = ["--kernel", setting.material(architecture.kernel), "--initramfs", setting.material("initrd")]
+    options += ["--cmdline", architecture.command_line()]
     options += ["--cpus", f"boot={cpus}", "--memory", f"size={MEMORY}M", "--serial", "tty", "--console", "off"]
     if devices.disk:
         options += ["--disk", f"path={devices.disk.path},image_type=raw"]

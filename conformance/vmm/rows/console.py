@@ -28,8 +28,9 @@ class Skip(Exception):
 class Console:
     """Reads a guest's console in a thread of its own, so that the guest never waits for us."""
 
-    def __init__(self, name, read_fd, write_fd):
+    def __init__(self, setting, name, read_fd, write_fd):
         self.name = name
+        self._slowness = setting.architecture.slowness
         self._write_fd = write_fd
         self._text = b""
         self._position = 0
@@ -58,6 +59,7 @@ class Console:
 
     def expect(self, pattern, seconds):
         """Waits for `pattern` behind what was matched last; returns the match."""
+        seconds *= self._slowness
         end = time.monotonic() + seconds
         with self._changed:
             while True:

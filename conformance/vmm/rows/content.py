@@ -20,11 +20,13 @@ class DiskFile:
     """A raw disk with random bytes."""
 
     SIZE = 64 * MIB
-    WRITTEN = 8
 
     def __init__(self, setting, name="disk"):
         self.path = setting.path(name)
-        data = os.urandom(self.SIZE)
+        size = self.SIZE // setting.architecture.slowness
+        # The guest writes an eighth of it, behind the first quarter.
+        self._at, self._written = size // 4, size // 8
+        data = os.urandom(size)
         self._sum = hashlib.sha256(data).hexdigest()
         with open(self.path, "wb") as file:
             file.write(data)
@@ -32,12 +34,13 @@ class DiskFile:
     def check(self, run, device):
         """Has the guest read it all, then write some of it."""
         equal("the guest's sum of the disk", run(f"sha256sum <{device}", 180).split()[0], self._sum)
-        run(f"dd if=/dev/urandom of=/tmp/new bs=1M count={self.WRITTEN}", 180)
-        run(f"dd if=/tmp/new of={device} bs=1M seek=16 conv=fsync", 180)
+        block = self._written // 8
+        run(f"dd if=/dev/urandom of=/tmp/new bs={block} count=8", 180)
+        run(f"dd if=/tmp/new of={device} bs={block} seek={self._at // block} conv=fsync", 180)
         written = run("sha256sum </tmp/new; rm /tmp/new", 180).split()[0]
         with open(self.path, "rb") as file:
-            file.seek(16 * MIB)
-            equal("the host's sum of what was written", hashlib.sha256(file.read(self.WRITTEN * MIB)).hexdigest(), written)
+            file.seek(self._at)
+            equal("the host's sum of what was written", hashlib.sha256(file.read(self._written)).hexdigest(), written)
 
 
 class Server:
@@ -45,8 +48,8 @@ class Server:
 
     SIZE = 16 * MIB
 
-    def __init__(self, address="127.0.0.1"):
-        data = os.urandom(self.SIZE)
+    def __init__(self, setting, address="127.0.0.1"):
+        data = os.urandom(self.SIZE // setting.architecture.slowness)
         self._sum = hashlib.sha256(data).hexdigest()
 
         class Handler(http.server.BaseHTTPRequestHandler):

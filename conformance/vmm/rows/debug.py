@@ -6,17 +6,37 @@
 """
 
 import struct
+from dataclasses import dataclass
 
+from rows.architecture import ARM64, X86_64
 from rows.console import Failure
 from rows.content import equal
-from rows.gdb import ACCESS, HARDWARE, RDI, RIP, SOFTWARE, WATCHES, WRITE, Gdb
+from rows.gdb import ACCESS, HARDWARE, SOFTWARE, WATCHES, WRITE, Gdb
 from rows.qemu import Qemu, linux
 
-INT3 = b"\xcc"
-# Where a system call's first argument is among the registers that the kernel has saved (struct pt_regs: r15 is first).
-SAVED_RDI = 14 * 8
-SYSTEM_CALL = "__x64_sys_sethostname"
-VARIABLE, FILE = "panic_timeout", "/proc/sys/kernel/panic"
+
+@dataclass(frozen=True)
+class Processor:
+    """What the architecture's debugging, and Linux on it, are like."""
+
+    system_call: str
+    # The instruction that is a break point in memory.
+    trap: bytes
+    # The register of a function's first argument, and the program counter: their numbers in words of 8 bytes in GDB's packet g.
+    argument: int
+    pc: int
+    # Where a system call's first argument is among the registers that the kernel has saved, the function's argument (struct pt_regs).
+    saved_argument: int
+    # Whether a watch point stops the CPU after the access, not before.
+    stops_after: bool
+
+
+PROCESSORS = {
+    X86_64: Processor("__x64_sys_sethostname", b"\xcc", argument=5, pc=16, saved_argument=14 * 8, stops_after=True),
+    ARM64: Processor("__arm64_sys_sethostname", b"\x00\x00\x20\xd4", argument=0, pc=32, saved_argument=0, stops_after=False),
+}
+# What the kernel's command line has set it to.
+VARIABLE, FILE, VALUE = "panic_timeout", "/proc/sys/kernel/panic", -1
 
 
 def symbols(guest, *names):
@@ -25,25 +45,26 @@ def symbols(guest, *names):
     return [found[name] for name in names]
 
 
-def _break(guest, gdb, kind, address):
+def _break(guest, processor, gdb, kind, address):
     """Has the guest come by a break point, looks at it there, and lets it go on."""
     name = f"name{kind}"
-    original = gdb.memory(address, 1)
-    gdb.insert(kind, address)
-    equal("the byte at the break point", gdb.memory(address, 1), INT3 if kind == SOFTWARE else original)
+    length = len(processor.trap)
+    original = gdb.memory(address, length)
+    gdb.insert(kind, address, length)
+    equal("the instruction at the break point", gdb.memory(address, length), processor.trap if kind == SOFTWARE else original)
     gdb.resume()
     command = f"hostname {name}"
     guest.console.begin(command)
     gdb.stopped()
-    equal("where the guest stopped", hex(gdb.register(RIP)), hex(address))
-    argument = gdb.word(gdb.register(RDI) + SAVED_RDI)
+    equal("where the guest stopped", hex(gdb.register(processor.pc)), hex(address))
+    argument = gdb.word(gdb.register(processor.argument) + processor.saved_argument)
     equal("the system call's argument", gdb.memory(argument, len(name)), name.encode())
-    gdb.remove(kind, address)
-    equal("the byte after the break point", gdb.memory(address, 1), original)
+    gdb.remove(kind, address, length)
+    equal("the instruction after the break point", gdb.memory(address, length), original)
     places = {address}
     for _ in range(4):
         gdb.step()
-        places.add(gdb.register(RIP))
+        places.add(gdb.register(processor.pc))
     if len(places) != 5:
         raise Failure(f"four steps went to {sorted(map(hex, places))}")
     gdb.resume()
@@ -71,12 +92,14 @@ def run(setting, machine):
     options = ["-gdb", f"unix:{path},server=on,wait=off"]
     guest = Qemu(setting, machine, payload=linux(setting, more="nokaslr"), options=options)
     guest.boot()
-    call, variable = symbols(guest, SYSTEM_CALL, VARIABLE)
-    gdb = Gdb("gdb", path)
+    processor = PROCESSORS[setting.architecture]
+    call, variable = symbols(guest, processor.system_call, VARIABLE)
+    gdb = Gdb(setting, "gdb", path)
     for kind in (SOFTWARE, HARDWARE):
-        _break(guest, gdb, kind, call)
+        _break(guest, processor, gdb, kind, call)
         gdb.interrupt()
-    equal("the variable when it is written", _watch(guest, gdb, WRITE, variable, f"echo 7 >{FILE}"), 7)
+    written = _watch(guest, gdb, WRITE, variable, f"echo 7 >{FILE}")
+    equal("the variable when it is written", written, 7 if processor.stops_after else VALUE)
     gdb.interrupt()
     equal("the variable when it is read", _watch(guest, gdb, ACCESS, variable, f"cat {FILE}"), 7)
     guest.check_cpus()

@@ -83,7 +83,7 @@ class Net:
     card, interrupts = "virtio-net-pci", ("virtio", "MSI")
 
     def __init__(self, setting):
-        self.server = Server()
+        self.server = Server(setting)
         self.options = ["-netdev", "user,id=net", "-device", f"{self.card},netdev=net,romfile="]
 
     def check(self, guest):

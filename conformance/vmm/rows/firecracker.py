@@ -14,7 +14,8 @@ import os
 from rows.microvm import TAP, Devices, MicroVm, move
 from rows.qemu import BOOT, MEMORY
 
-COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1"
+# How the kernel has Firecracker end; arm64's way is PSCI alone.
+RESET = "reboot=k"
 
 
 def _start(setting, name, words):
@@ -34,9 +35,9 @@ def run(setting, cpus, *words):
     devices = Devices(setting, words)
     vmm = _start(setting, "firecracker", words)
     boot = {
-        "kernel_image_path": setting.material("vmlinux"),
+        "kernel_image_path": setting.material(setting.architecture.kernel),
         "initrd_path": setting.material("initrd"),
-        "boot_args": COMMAND_LINE,
+        "boot_args": f"{setting.architecture.command_line('ttyS0')} {RESET}",
     }
     vmm.call("PUT", "/boot-source", boot)
     vmm.call("PUT", "/machine-config", {"vcpu_count": cpus, "mem_size_mib": MEMORY})

@@ -10,18 +10,16 @@ from rows.console import Failure
 SOFTWARE, HARDWARE, WRITE, ACCESS = 0, 1, 2, 4
 # What a stop is called when such a watch point is its reason.
 WATCHES = {WRITE: "watch", ACCESS: "awatch"}
-# Registers of the packet g for x86-64: their order in 8-byte words.
-RDI, RIP = 5, 16
 
 
 class Gdb:
     """One connection to a stub. The machine stops when it begins."""
 
-    def __init__(self, name, path, seconds=60):
+    def __init__(self, setting, name, path):
         self.name = name
+        self._slowness = setting.architecture.slowness
         self._buffer = b""
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(seconds)
         self._socket.connect(path)
         # What stopped the machine. QEMU 7.2 says so once more, on its own.
         self._send("?")
@@ -43,7 +41,7 @@ class Gdb:
 
     def _receive(self, seconds=60):
         """Returns the content of the next packet."""
-        self._socket.settimeout(seconds)
+        self._socket.settimeout(seconds * self._slowness)
         while self._byte() != b"$":  # Acknowledgements.
             pass
         content = b""
@@ -63,7 +61,7 @@ class Gdb:
         return answer
 
     def register(self, number):
-        """Returns a register of the stopped CPU."""
+        """Returns a register of the stopped CPU; `number` counts words of 8 bytes in the packet g."""
         return struct.unpack_from("<Q", bytes.fromhex(self._call("g")), number * 8)[0]
 
     def memory(self, address, length):

@@ -14,7 +14,7 @@ import time
 
 from rows.console import Failure, Skip
 from rows.content import equal
-from rows.debug import FILE, SYSTEM_CALL, VARIABLE, symbols
+from rows.debug import FILE, PROCESSORS, VARIABLE, symbols
 from rows.qemu import Qemu, linux
 
 # Where Linux maps its own image, without KASLR, from physical address 0 on.
@@ -73,7 +73,7 @@ def run(setting, machine):
         raise Skip("needs gdb")
     guest = Qemu(setting, machine, payload=linux(setting, more="nokaslr"))
     guest.boot()
-    call, variable = symbols(guest, SYSTEM_CALL, VARIABLE)
+    call, variable = symbols(guest, PROCESSORS[setting.architecture].system_call, VARIABLE)
 
     session = Session(setting, guest)
     physical = variable - IMAGE

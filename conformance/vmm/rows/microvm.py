@@ -1,5 +1,4 @@
-"""What Firecracker and cloud-hypervisor have in common: a terminal, an HTTP interface on a socket, a tap device, and the words
-of their rows."""
+"""What Firecracker and cloud-hypervisor have in common: an HTTP interface on a socket, a tap device, and the words of their rows."""
 
 import ctypes
 import http.client
@@ -8,11 +7,10 @@ import os
 import socket
 import subprocess
 import time
-import tty
 
-from rows.console import Console, Failure, Skip
+from rows.console import Failure, Skip
 from rows.content import DiskFile, Server
-from rows.process import Process
+from rows.terminal import Terminal
 
 HOST_ADDRESS = "192.0.2.1"
 GUEST_ADDRESS = "192.0.2.2"
@@ -35,8 +33,8 @@ def _network():
 
 
 class _Connection(http.client.HTTPConnection):
-    def __init__(self, path):
-        super().__init__("localhost", timeout=120)
+    def __init__(self, path, seconds):
+        super().__init__("localhost", timeout=seconds)
         self._path = path
 
     def connect(self):
@@ -45,22 +43,17 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class MicroVm:
-    """A VMM with the guest's console on a terminal and an HTTP interface on a socket."""
+class MicroVm(Terminal):
+    """A VMM with an HTTP interface on a socket."""
 
     def __init__(self, setting, name, command, socket_path):
-        self.name = name
+        super().__init__(setting, name, command)
         self._socket_path = socket_path
-        ours, theirs = os.openpty()
-        tty.setraw(theirs)
-        self.process = Process(setting, name, command, stdin=theirs, stdout=theirs)
-        os.close(theirs)
-        self.console = Console(name, ours, ours)
-        setting.consoles.append(self.console)
+        self._slowness = setting.architecture.slowness
 
     def wait_for_socket(self, seconds=60):
         """Waits until the VMM answers."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + seconds * self._slowness
         while True:
             try:
                 with socket.socket(socket.AF_UNIX) as attempt:
@@ -73,7 +66,7 @@ class MicroVm:
 
     def call(self, method, path, body=None):
         """Makes a request and returns what is answered; fails when it is refused."""
-        connection = _Connection(self._socket_path)
+        connection = _Connection(self._socket_path, 120 * self._slowness)
         try:
             text = None if body is None else json.dumps(body)
             connection.request(method, path, text, {"Content-Type": "application/json"})
@@ -87,15 +80,6 @@ class MicroVm:
             raise Failure(f"{self.name}: {method} {path}: status {answer.status}: {content}")
         return content
 
-    def end(self, command, seconds=60):
-        """Has the guest run its last command; the VMM must end with status 0."""
-        self.console.check()
-        self.console.write(command + "\n")
-        status = self.process.wait(seconds)
-        if status != 0:
-            raise Failure(f"{self.name}: exit status {status}")
-        self.console.check()
-
 
 class Devices:
     """The devices that the words of a row ask for; `None` where they do not. Create before any thread is started."""
@@ -104,7 +88,7 @@ class Devices:
         self.disk = self._server = None
         if "net" in words:
             _network()
-            self._server = Server(HOST_ADDRESS)
+            self._server = Server(setting, HOST_ADDRESS)
         if "disk" in words:
             self.disk = DiskFile(setting)
 

@@ -1,4 +1,5 @@
-"""migrate MACHINE bitmap|ring|postcopy [killed|nested]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
+"""migrate MACHINE bitmap|ring|postcopy [killed|nested]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB (on arm64
+fewer).
 
     bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
     ring      dirty pages by rings of 4096 entries
@@ -47,7 +48,8 @@ def _move(setting, source, target, mode):
         capabilities = [{"capability": "postcopy-ram", "state": True}]
     for qemu in (source, target):
         qemu.qmp.call("migrate-set-capabilities", capabilities=capabilities)
-    limits = {"max_bandwidth": BANDWIDTH, "downtime_limit": DOWNTIME}
+    slowness = setting.architecture.slowness
+    limits = {"max_bandwidth": BANDWIDTH // slowness, "downtime_limit": DOWNTIME * slowness}
     source.qmp.call("migrate-set-parameters", cpu_throttle_initial=40, cpu_throttle_increment=20, **limits)
     target.qmp.call("migrate-incoming", uri=f"unix:{path}")
     source.qmp.call("migrate", uri=f"unix:{path}")
@@ -68,7 +70,7 @@ def run(setting, machine, mode, *words):
 
     source = qemu("source")
     source.boot(2 * BOOT if is_nested else BOOT)
-    size = PATTERN_NESTED if is_nested else PATTERN
+    size = PATTERN_NESTED if is_nested else PATTERN // setting.architecture.slowness
     guest = nested.begin(source.console) if is_nested else source.console
     pid = guest.run(f"pattern {size} >/tmp/pattern 2>&1 & echo $!")
     guest.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)

@@ -20,6 +20,7 @@ class Process:
 
     def __init__(self, setting, name, command, stdin=subprocess.DEVNULL, stdout=None, pass_fds=()):
         self.name = name
+        self._slowness = setting.architecture.slowness
         self._log = os.path.join(setting.scratch, f"{name}.stderr")
         with open(self._log, "wb") as log:
             self._child = subprocess.Popen(
@@ -51,6 +52,7 @@ class Process:
 
     def wait(self, seconds):
         """Waits until the program ends and returns its status; negative: the signal."""
+        seconds *= self._slowness
         try:
             return self._child.wait(seconds)
         except subprocess.TimeoutExpired:

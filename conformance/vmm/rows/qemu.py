@@ -7,7 +7,6 @@ from rows.console import Console, Failure
 from rows.process import Process
 from rows.qmp import Qmp
 
-COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 panic=-1 reboot=t"
 MEMORY = 512
 # Seconds until the shell must be there. A boot takes about 25 seconds of CPU time on slat.
 BOOT = 180
@@ -25,13 +24,14 @@ def host_cpu(setting):
     """Returns the CPU that has all that KVM offers, also what this QEMU has no name for."""
     if setting.on == "tcg":
         return "max"
-    return f"host,migratable=off,-invtsc{IDENTITIES[setting.cpu]}"
+    return f"{setting.architecture.cpu}{IDENTITIES[setting.cpu]}"
 
 
-def linux(setting, kernel="vmlinux", initrd="initrd", more=""):
+def linux(setting, kernel=None, initrd="initrd", more=""):
     """Returns the options that boot this kernel and this initrd of the materials, with more on its command line."""
-    files = ["-kernel", setting.material(kernel), "-initrd", setting.material(initrd)]
-    return files + ["-append", f"{COMMAND_LINE} {more}".strip()]
+    architecture = setting.architecture
+    files = ["-kernel", setting.material(kernel or architecture.kernel), "-initrd", setting.material(initrd)]
+    return files + ["-append", " ".join(filter(None, [architecture.command_line(), architecture.reset, more]))]
 
 
 class Qemu:
@@ -57,9 +57,9 @@ class Qemu:
             setting, name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        self.console = Console(name, self.process.stdout.fileno(), self.process.stdin.fileno())
+        self.console = Console(setting, name, self.process.stdout.fileno(), self.process.stdin.fileno())
         setting.consoles.append(self.console)
-        self.qmp = Qmp(name, ours)
+        self.qmp = Qmp(setting, name, ours)
 
     def boot(self, seconds=BOOT):
         """Waits for the shell and checks that all CPUs are online."""

@@ -9,20 +9,23 @@ from rows.console import Failure
 class Qmp:
     """One monitor connection. Events are kept until somebody waits for them."""
 
-    def __init__(self, name, connection):
+    def __init__(self, setting, name, connection):
         self.name = name
+        self._slowness = setting.architecture.slowness
         self._socket = connection
         self._buffer = b""
         self.events = []
-        self._message(60)  # The greeting.
+        self._message(self._end(60))  # The greeting.
         self.call("qmp_capabilities")
 
-    def _message(self, seconds):
-        end = time.monotonic() + seconds
+    def _end(self, seconds):
+        return time.monotonic() + seconds * self._slowness
+
+    def _message(self, end):
         while b"\n" not in self._buffer:
             rest = end - time.monotonic()
             if rest <= 0:
-                raise Failure(f"{self.name}: its monitor says nothing for {seconds} s")
+                raise Failure(f"{self.name}: its monitor says nothing")
             self._socket.settimeout(rest)
             try:
                 data = self._socket.recv(65536)
@@ -41,7 +44,7 @@ class Qmp:
         request = {"execute": command, "arguments": {key.replace("_", "-"): value for key, value in arguments.items()}}
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         while True:
-            message = self._message(seconds)
+            message = self._message(self._end(seconds))
             if "event" in message:
                 self.events.append(message)
             elif "error" in message:
@@ -51,22 +54,21 @@ class Qmp:
 
     def event(self, name, seconds):
         """Waits for an event and returns its data."""
-        end = time.monotonic() + seconds
+        end = self._end(seconds)
         while True:
             for index, event in enumerate(self.events):
                 if event["event"] == name:
                     del self.events[index]
                     return event.get("data", {})
-            rest = end - time.monotonic()
-            if rest <= 0:
+            if time.monotonic() > end:
                 raise Failure(f"{self.name}: no event {name} within {seconds} s")
-            message = self._message(rest)
+            message = self._message(end)
             if "event" in message:
                 self.events.append(message)
 
     def poll(self, command, done, seconds, pause=0.1):
         """Runs a query again and again until `done` says that its result is the expected one; returns it."""
-        end = time.monotonic() + seconds
+        end = self._end(seconds)
         while True:
             result = self.call(command)
             if done(result):

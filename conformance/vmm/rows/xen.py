@@ -2,11 +2,11 @@
 
 from rows.console import Failure
 from rows.content import equal
-from rows.qemu import BOOT, COMMAND_LINE, Qemu
+from rows.qemu import BOOT, Qemu
 
 
 def run(setting, machine, cpus):
-    dom0 = COMMAND_LINE.replace("console=ttyS0 earlyprintk=ttyS0", "console=hvc0")
+    dom0 = "console=hvc0 panic=-1 reboot=t"
     payload = ["-kernel", setting.material("xen/xen"), "-append", "console=com1 com1=115200,8n1 dom0_mem=512M loglvl=info"]
     payload += ["-initrd", f"{setting.material('generic/vmlinuz')} {dom0},{setting.material('generic/initrd')}", "-m", "1024"]
     guest = Qemu(setting, machine, cpus=int(cpus), payload=payload)
