@@ -1,6 +1,7 @@
-//! Why an access to memory fails: in stage 1, for which EL1 takes an abort, or in what is below, for the embedder.
+//! The reason why an access to memory fails: in stage 1, for which EL1 takes an abort, or in the machine below, for the
+//! embedder.
 
-/// What an access does with its bytes.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Right {
     /// Reads data.
@@ -11,7 +12,7 @@ pub enum Right {
     Execute,
 }
 
-/// Why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
+/// The reason why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Abort {
     /// The virtual address.
@@ -44,7 +45,7 @@ pub mod status {
     pub const DEBUG: u8 = 0b10_0010;
 }
 
-/// An access that the machine below stage 1 refuses. It is the embedder's: EL1 does not learn of it, unless the
+/// An access that the machine below stage 1 refuses. The embedder handles it. EL1 does not learn of it, unless the
 /// embedder lets EL1 take an abort ([`State::take_stop`](crate::State::take_stop)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stage2<E> {
@@ -52,9 +53,10 @@ pub struct Stage2<E> {
     pub address: u64,
     /// The intermediate physical address that is refused: of the access, or of the descriptor that a walk needs.
     pub ipa: u64,
-    /// What was refused. For a descriptor, reading it, or writing a flag into it.
+    /// The access that was refused. For a descriptor, that is the read of the descriptor, or the write of a flag into
+    /// it.
     pub right: Right,
-    /// WnR: the instruction writes, whatever was refused, or is one of cache maintenance.
+    /// WnR: the instruction writes, or maintains a cache. It does not matter which of its accesses was refused.
     pub is_write: bool,
     /// S1PTW: the address is that of a stage 1 descriptor.
     pub is_walk: bool,
@@ -83,7 +85,7 @@ impl<E> Stage2<E> {
     }
 }
 
-/// Why an access fails.
+/// The reason why an access fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault<E> {
     /// EL1 takes an abort.

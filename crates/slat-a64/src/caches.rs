@@ -1,5 +1,5 @@
-//! What a processor keeps: translations, and decoded code; and the probes, with which no data are translated from
-//! there.
+//! The caches of a processor: translations and decoded code. Also the debugger's probes: while a probe watches data,
+//! accesses to data do not use cached translations.
 
 use crate::code::Code;
 use crate::insn::SystemName;
@@ -12,14 +12,14 @@ use crate::tlb::Tlb;
 pub(crate) struct Caches {
     pub(crate) tlb: Tlb,
     pub(crate) code: Code,
-    /// Two counters by which compiled code learns that what it has remembered is out of date. The first one is raised
-    /// whenever translations or decoded code are dropped, the second one only when decoded code is.
+    /// Two counters by which compiled code learns that its remembered facts are out of date. The first one is raised
+    /// whenever translations or decoded code are dropped, the second one only when decoded code is dropped.
     pub(crate) edition: u64,
     pub(crate) code_edition: u64,
     pub(crate) probes: Probes,
     /// ISR_EL1: the interrupts that are pending.
     pub(crate) pending: u64,
-    /// What the last instruction has invalidated for other processors, too.
+    /// The invalidation by the last instruction that other processors have to carry out, too.
     pub(crate) shared: Option<Invalidation>,
 }
 
@@ -36,7 +36,8 @@ impl Caches {
         }
     }
 
-    /// Drops what an instruction, here or on another processor, invalidates.
+    /// Drops the translations or the code that an instruction invalidates. The instruction was executed here or on
+    /// another processor.
     pub(crate) fn invalidate(&mut self, invalidation: Invalidation) {
         self.edition += 1;
         if matches!(invalidation, Invalidation::Code | Invalidation::CodeLine(_)) {

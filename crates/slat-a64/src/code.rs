@@ -1,7 +1,7 @@
 //! Decoded instructions, kept by the machine's address of their word.
 //!
-//! As with an instruction cache, the guest has to invalidate what it has overwritten (IC IVAU, IC IALLU), and so has
-//! the embedder.
+//! As with an instruction cache, the guest and the embedder have to invalidate code that they have overwritten (the
+//! guest by IC IVAU or IC IALLU).
 
 use crate::insn::Insn;
 use alloc::vec::Vec;
@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 /// The number of decoded instructions that are kept: a power of two.
 const ENTRIES: usize = 16384;
 
-/// The bytes of a cache line, of which CTR_EL0.IminLine has the logarithm.
+/// The size of a cache line, in bytes. CTR_EL0.IminLine contains its logarithm.
 pub(crate) const LINE: u64 = 64;
 
 /// An instruction, or `None` if it is UNDEFINED.

@@ -25,7 +25,7 @@ const POLLED: u64 = 64;
 /// The greatest number of instructions that compiled code executes before the processor asks.
 const COMPILED_POLLED: u64 = 4096;
 
-/// Why a run ends.
+/// The reason why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave<E> {
     /// The given number of instructions was executed.
@@ -46,11 +46,11 @@ pub enum Leave<E> {
     Stage2 {
         /// The access.
         fault: Stage2<E>,
-        /// What the instruction does, if it accesses one general register and does nothing else.
+        /// The access of the instruction, if the instruction transfers one general register and does nothing else.
         syndrome: Option<Syndrome>,
     },
-    /// The processor has invalidated what other processors must drop, too, before this one goes on
-    /// ([`Cpu::invalidate`]).
+    /// The processor has invalidated translations or code. The other processors must drop these, too, before this
+    /// processor goes on ([`Cpu::invalidate`]).
     Invalidated(Invalidation),
 }
 
@@ -111,7 +111,7 @@ impl Cpu {
         self.caches.flush();
     }
 
-    /// Drops what another processor has invalidated.
+    /// Drops translations or code that another processor has invalidated.
     pub fn invalidate(&mut self, invalidation: Invalidation) {
         self.caches.invalidate(invalidation);
     }
@@ -149,8 +149,8 @@ impl Cpu {
         taken.find(|interrupt| !self.state.masks(*interrupt))
     }
 
-    /// Takes an interrupt, unless the machine asks for attention: what the processor has done since the embedder set
-    /// [`Cpu::pending`] may have ended the interrupt, for example the read that acknowledges it.
+    /// Takes an interrupt, unless the machine asks for attention: since the embedder set [`Cpu::pending`], an access of
+    /// the processor may have ended the interrupt, for example the read that acknowledges it.
     #[cold]
     fn take_pending<H: Hypervisor>(
         &mut self,
@@ -173,8 +173,8 @@ impl Cpu {
     pub fn run<H: Hypervisor>(&mut self, below: &mut H, limit: u64) -> Leave<H::Fault> {
         self.caches.pending = self.pending.bits();
         let mut done = 0;
-        // Whether compiled code may begin here: at the beginning, after a jump, and after what it has left to the
-        // interpreter.
+        // Whether compiled code may begin here: at the beginning of a run, after a jump, and after an instruction that
+        // it has left to the interpreter.
         let mut may_enter = true;
         while done < limit {
             if may_enter && self.compiled.is_attached() {
@@ -271,7 +271,7 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Does what is left after an instruction. `None`: the run goes on.
+    /// Finishes an instruction that was executed. `None`: the run goes on.
     #[inline(always)]
     fn went<E>(&mut self, went: Went<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         match went {
@@ -308,7 +308,7 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Does what is left after an instruction that has ended early: takes its exception, or leaves.
+    /// Finishes an instruction that has ended early: takes its exception, or ends the run.
     #[cold]
     fn stopped<E>(&mut self, stop: Stop<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         let stop = match stop {

@@ -32,7 +32,7 @@ const MASK_SHIFT: u32 = 24;
 /// The number of bits that addresses in debug registers have.
 const ADDRESS_BITS: u32 = 49;
 
-/// Returns an address as debug registers hold it: without what is above the bits that they have.
+/// Returns the address that debug registers hold for an address: without the upper bits, which they do not have.
 fn comparable(address: u64) -> u64 {
     sign_extend(address, ADDRESS_BITS)
 }

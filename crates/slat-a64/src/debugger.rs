@@ -5,8 +5,8 @@ use crate::registers::{BREAKPOINTS, WATCHPOINTS};
 /// The breakpoints, watchpoints and steps of a debugger outside of the guest.
 ///
 /// While a processor has a debugger, the guest's own breakpoints, watchpoints and software step have no effect. The
-/// guest reads and writes its debug registers as before. Debug exceptions and BRK leave the run
-/// ([`Leave::Debug`](crate::Leave::Debug)), at both levels, whatever PSTATE masks.
+/// guest reads and writes its debug registers as before. Debug exceptions and BRK end the run
+/// ([`Leave::Debug`](crate::Leave::Debug)) at both levels, even if PSTATE masks debug exceptions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
     /// Whether a run leaves after each instruction, and after each exception that the guest takes.

@@ -239,8 +239,8 @@ impl State {
         self.take_synchronous(debug.class + same, debug.details, self.pc);
     }
 
-    /// Returns what is added to the class of an exception that has two classes: one from EL0, and the next number from
-    /// EL1 itself.
+    /// Returns the number that is added to the class of an exception that has two classes: 0 if the exception comes
+    /// from EL0, and 1 if it comes from EL1 itself.
     fn same_level(&self) -> u32 {
         if self.pstate.el1 { SAME_LEVEL } else { 0 }
     }

@@ -1,10 +1,11 @@
-//! What a processor with translation tables needs from the machine below it: stage 2, and what EL1's accesses trap to.
+//! The interface between a processor with translation tables and the machine below it: stage 2, and the system
+//! registers that trap to the machine.
 
 use crate::abort::Right;
 use crate::insn::{AtomicOp, Order, SystemName};
 use crate::state::State;
 
-/// How the machine accesses a 4 KiB page of intermediate physical addresses.
+/// The machine's memory for a 4 KiB page of intermediate physical addresses, and the rights to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Page {
     /// The machine's address of the page's first byte, for the accesses of [`Hypervisor`]. Two pages with different
@@ -26,7 +27,7 @@ pub struct Page {
 /// page may have changed during that wait, `page` returns an error, and [`attention`](Hypervisor::attention) returns
 /// `true` until the embedder has called `forget_pages`.
 pub trait Hypervisor {
-    /// Why the machine refuses an access. The embedder learns of it by [`Stage2`](crate::Stage2).
+    /// The reason why the machine refuses an access. The embedder learns of it by [`Stage2`](crate::Stage2).
     type Fault;
 
     /// Returns how to access the page that contains an intermediate physical address.

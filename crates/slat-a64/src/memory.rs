@@ -98,8 +98,8 @@ pub trait Memory {
         }
     }
 
-    /// Checks that an address may be maintained, and drops what the processor keeps of code there. The caller has
-    /// checked the rights to the instruction.
+    /// Checks that an address may be maintained, and drops the processor's decoded code of that address. The caller has
+    /// checked that the instruction is allowed at this level.
     fn maintain(
         &mut self,
         _state: &State,
@@ -132,7 +132,7 @@ pub struct AddressTranslation {
     pub with_pan: bool,
 }
 
-/// What TLBI and IC invalidate.
+/// The translations or the code that TLBI and IC invalidate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invalidation {
     /// All translations.

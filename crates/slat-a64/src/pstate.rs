@@ -53,7 +53,7 @@ impl Pstate {
             | bit(self.own_stack, OWN_STACK)
     }
 
-    /// Returns what an exception return makes of SPSR_EL1, with SS clear. `None`: the return is illegal.
+    /// Returns the PSTATE that an exception return makes from SPSR_EL1, with SS clear. `None`: the return is illegal.
     pub fn returned(bits: u64) -> Option<Self> {
         let mode = bits & MODE;
         if mode & AARCH32 != 0 || !matches!(mode, 0 | EL1 | 0b101) {

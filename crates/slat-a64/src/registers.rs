@@ -143,8 +143,8 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([2, 0, 1, 3, 4], Rights::El1, 0, 0),
     // DBGPRCR_EL1.
     row([2, 0, 1, 4, 4], Rights::El1, 0, 0),
-    // What the instructions of this crate are. The machine has the registers about its memory.
-    // MIDR_EL1.
+    // The identification registers, for the instructions that this crate implements. The registers about memory belong
+    // to the machine. MIDR_EL1.
     row([3, 0, 0, 0, 0], Rights::El1Reads, 0x000f_0000, 0),
     // REVIDR_EL1.
     row([3, 0, 0, 0, 6], Rights::El1Reads, 0, 0),

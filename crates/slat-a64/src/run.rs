@@ -96,7 +96,7 @@ impl Insn {
     }
 }
 
-/// How the execution of one instruction ends: the next instruction of its block can follow (`On`), the block is left
+/// The end of the execution of one instruction: the next instruction of its block can follow (`On`), the block is left
 /// (`Elsewhere`), or the run ends (`Out`).
 pub(crate) enum Went<F> {
     On,

@@ -47,7 +47,7 @@ pub struct State {
     pub fpsr: u32,
     /// PSTATE without the flags.
     pub(crate) pstate: Pstate,
-    /// SP_EL0 or SP_EL1, whichever is not the current stack pointer.
+    /// The stack pointer that is not in use now: SP_EL0 or SP_EL1.
     pub(crate) other_sp: u64,
     /// The system registers that the processor holds.
     pub(crate) system: Values,

@@ -1,5 +1,5 @@
-//! The syndrome of an access that stage 2 refuses, from which an embedder makes a device's access, and its completion
-//! (DDI 0487, ISS encoding for an exception from a Data Abort, with ISV set).
+//! The syndrome of an access that stage 2 refuses. From the syndrome, an embedder makes an access to a device, and then
+//! completes the instruction (DDI 0487, ISS encoding for an exception from a Data Abort, with ISV set).
 
 use crate::abort::Stage2;
 use crate::bits::{sign_extend, zero_extend};
@@ -7,7 +7,7 @@ use crate::insn::{Address, Insn, Loaded, Transfer};
 use crate::state::State;
 use crate::width::Width;
 
-/// What an instruction that accesses one general register does.
+/// The access of an instruction that transfers one general register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Syndrome {
     /// SAS: the logarithm of the access's bytes.
@@ -40,8 +40,8 @@ const FETCH_ABORT: u64 = 0x20;
 const DATA_ABORT: u64 = 0x24;
 
 impl Insn {
-    /// Returns what a load or store of one general register does. `None`: the instruction is another one, or it writes
-    /// its base register back.
+    /// Returns the access of a load or store of one general register. `None`: the instruction is another one, or it
+    /// writes its base register back.
     pub(crate) fn syndrome(&self) -> Option<Syndrome> {
         let (transfer, size, rt, is_ordered) = match *self {
             Insn::Access {

@@ -59,7 +59,7 @@ fn need<F>(state: &State, permission: u64) -> Result<(), Refused<F>> {
     }
 }
 
-/// Refuses to EL0 what only EL1 has.
+/// Refuses an instruction at EL0 that only EL1 has.
 fn privileged<F>(state: &State) -> Result<(), Refused<F>> {
     match state.pstate.el1 {
         true => Ok(()),
@@ -265,7 +265,8 @@ pub(crate) fn check_zero_block<F>(state: &State) -> Result<(), Refused<F>> {
     need(state, SCTLR_DZE)
 }
 
-/// Returns what TLBI invalidates: the operation op2, of an operand. `None`: the operation is UNDEFINED.
+/// Returns the translations that TLBI invalidates, by its operation `op2` and its operand. `None`: the operation is
+/// UNDEFINED.
 fn tlbi(state: &State, op2: u16, value: u64) -> Option<Invalidation> {
     let space = match state.system.get(TCR) & TCR_AS {
         0 => value >> 48 & 0xff,

@@ -14,13 +14,14 @@ use crate::simd::Function;
 pub struct Access {
     /// The order of this access and others.
     pub order: Order,
-    /// What kind of instruction makes the access.
+    /// The kind of the instruction that makes the access.
     pub kind: Kind,
-    /// The access is one of elements of 1 << this number of bytes, whose alignment it needs. `None`: it is one element.
+    /// The logarithm of the bytes of an element, if the access consists of several elements. The access must be aligned
+    /// like one element. `None`: the access is one element.
     pub element: Option<u8>,
 }
 
-/// What kind of instruction makes an access.
+/// The kind of the instruction that makes an access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
     #[allow(missing_docs)]

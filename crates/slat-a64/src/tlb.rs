@@ -38,7 +38,7 @@ pub(crate) struct Entry {
     addend: u64,
 }
 
-/// What invalidations need of an entry.
+/// The properties of an entry by which invalidations select it.
 #[derive(Clone, Copy)]
 struct Origin {
     /// The page's virtual address, for TLBI.
@@ -64,7 +64,7 @@ impl Entry {
 pub(crate) struct Page {
     /// The machine's address of the page's first byte.
     pub(crate) base: u64,
-    /// Which of reads, writes and fetches need no other translation.
+    /// The accesses (reads, writes, fetches) that need no other translation.
     pub(crate) rights: [bool; 3],
     /// The logarithm of the bytes that the descriptor maps.
     pub(crate) bits: u32,
@@ -205,8 +205,8 @@ impl Tlb {
     }
 }
 
-/// What compiled code needs to find an entry: the logarithm of the bytes of one, the mask of an index, and offsets in
-/// an entry.
+/// The numbers by which compiled code finds an entry: the logarithm of the bytes of one, the mask of an index, and
+/// offsets in an entry.
 #[cfg(feature = "jit")]
 mod layout {
     use super::*;

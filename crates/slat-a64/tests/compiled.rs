@@ -1,5 +1,5 @@
-//! Compiled code beside what happens around it: kicks, invalidations, other processors, and memory that the host takes
-//! away.
+//! Compiled code during events outside it: kicks, invalidations, stores of other processors, and memory that the host
+//! takes away.
 #![cfg(feature = "jit")]
 
 #[allow(dead_code)]
@@ -20,7 +20,7 @@ const TTBR0: SystemName = SystemName::new(3, 0, 2, 0, 0);
 const TCR: SystemName = SystemName::new(3, 0, 2, 0, 2);
 const MAIR: SystemName = SystemName::new(3, 0, 10, 2, 0);
 
-/// Where the code, the data and the tables are. Virtual addresses are physical ones.
+/// The addresses of the code, the data and the tables. Each virtual address is mapped to the same physical address.
 const CODE: u64 = 0x1000;
 const DATA: u64 = 0x8000;
 const TABLES: u64 = 0x20_0000;

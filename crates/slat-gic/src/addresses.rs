@@ -1,4 +1,4 @@
-//! Where the frames are in the guest's physical memory, as the client sets it.
+//! The guest-physical addresses of the frames, which the client sets.
 //!
 //! GICv3's redistributors are in regions. Each vCPU gets the next free place of the first region that has one, in the
 //! order in which vCPUs and regions are created, as in KVM.

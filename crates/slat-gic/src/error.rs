@@ -1,4 +1,4 @@
-//! Why an access by KVM's device attributes is refused.
+//! The reason why an access by KVM's device attributes is refused.
 
 use crate::memory::Fault;
 

@@ -1,4 +1,4 @@
-//! What the controllers say about themselves, as KVM's do.
+//! The controllers' identification registers. Their values are KVM's.
 
 /// The product in identification registers, 'K', and the implementer, Arm.
 pub(crate) const PRODUCT: u32 = 0x4b;

@@ -7,7 +7,8 @@ use crate::interrupt::{Group, PRIORITIES};
 
 /// The running priority when no interrupt is active.
 pub(crate) const IDLE: u8 = 0xff;
-/// How far a group priority is shifted to be the index of its bit in an active priorities register.
+/// The number of bits by which a group priority is shifted right. The result is the index of its bit in an active
+/// priorities register.
 const LEVEL_SHIFT: u32 = 3;
 /// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8, priority
 /// grouping).
@@ -21,7 +22,7 @@ pub(crate) struct CpuInterface {
     pub(crate) mask: u8,
     pub(crate) binary_points: [u8; 2],
     pub(crate) enabled: [bool; 2],
-    /// CBPR: the binary point of group 0 is that of group 1, too.
+    /// CBPR: both groups use the binary point of group 0.
     pub(crate) common_binary_point: bool,
     /// EOImode: an EOI only drops the priority of an interrupt, and another write deactivates it.
     pub(crate) separate_deactivation: bool,
@@ -98,7 +99,7 @@ impl CpuInterface {
         self.binary_points[group as usize] = value.max(MIN_BINARY_POINTS[group as usize]);
     }
 
-    /// Returns what ICC_BPR1_EL1 and GICC_ABPR read as. With a common binary point that is the binary point of group 0
+    /// Returns the value of ICC_BPR1_EL1 and GICC_ABPR. With a common binary point, this is the binary point of group 0
     /// plus one (IHI 0069, ICC_BPR1_EL1).
     pub(crate) fn group_one_binary_point(&self) -> u8 {
         match self.common_binary_point {

@@ -6,9 +6,9 @@ pub const SGIS: u32 = 16;
 pub const PRIVATE: u32 = 32;
 /// The first of the INTIDs that say why there is no interrupt (IHI 0069, 2.2; IHI 0048, 3.2.5).
 pub const SPECIAL: u32 = 1020;
-/// What an acknowledgement returns in GICv2 if only the other group's register would return an interrupt.
+/// The value that an acknowledgement returns in GICv2 if only the other group's register would return an interrupt.
 pub(crate) const OTHER_GROUP: u32 = 1022;
-/// What an acknowledgement returns if there is no interrupt.
+/// The value that an acknowledgement returns if there is no interrupt.
 pub const SPURIOUS: u32 = 1023;
 /// LPIs have the INTIDs from this number on.
 pub const LPIS: u32 = 8192;
@@ -25,7 +25,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Both groups.
+    /// All groups of interrupts.
     pub(crate) const ALL: [Group; 2] = [Group::Zero, Group::One];
 
     /// Returns the group that a bit of GICD_IGROUPR means.
@@ -37,7 +37,7 @@ impl Group {
     }
 }
 
-/// What makes an interrupt pending (IHI 0069, 1.2).
+/// The signal that makes an interrupt pending: an edge or a level (IHI 0069, 1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
     /// The rise of its line. The interrupt stays pending until it is acknowledged.
@@ -46,7 +46,7 @@ pub enum Trigger {
     Level,
 }
 
-/// The vCPU to which an interrupt goes, and in which order.
+/// The target vCPU of an interrupt, with the interrupt's group and priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     /// The index of the vCPU.

@@ -34,7 +34,7 @@ pub(crate) fn write_u64(memory: &impl Memory, gpa: u64, value: u64) -> Result<()
     memory.write(gpa, &value.to_le_bytes())
 }
 
-/// Memory that is not there: for a GIC whose guest has no LPIs.
+/// A memory without any accessible address, for a GIC whose guest has no LPIs.
 #[derive(Clone, Copy, Debug)]
 pub struct NoMemory;
 

@@ -35,8 +35,8 @@ struct KernelAction {
 
 const SA_RESTORER: u64 = 0x0400_0000;
 
-/// The address of the code by which handlers return to the kernel; 0 for slat's own. One word, which means the same by
-/// itself: it needs no order.
+/// The address of the code by which handlers return to the kernel; 0 for slat's own. The value does not depend on other
+/// memory, so it needs no order.
 static RESTORER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
 /// Makes handlers return to the kernel by the code at `address`. Call before [`install`].
@@ -275,7 +275,8 @@ pub fn after_fork_in_child() {
     for chained in CHAINED.iter() {
         let version = chained.version.load(Ordering::Relaxed);
         if version & 1 != 0 {
-            // The child has one thread, whose handlers need no order; later threads see all that their makers see.
+            // The child has one thread, whose handlers need no order. A later thread sees all stores that the thread
+            // which makes it has seen.
             (chained.version).store(version.wrapping_add(1), Ordering::Relaxed);
         }
     }

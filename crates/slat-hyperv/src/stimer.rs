@@ -45,7 +45,7 @@ pub enum Notice {
         sint: u32,
         /// The index of the timer.
         timer: u32,
-        /// When the timer expired, by the reference clock.
+        /// The time at which the timer expired, by the reference clock.
         expiration: u64,
         /// Whether the message may be dropped if the message slot is occupied. A dropped message counts as delivered,
         /// because the next tick serves as well.
@@ -69,7 +69,7 @@ pub enum Delivery {
 struct Timer {
     config: u64,
     count: u64,
-    /// When the timer expires, by the reference clock; 0 if it was not started.
+    /// The time at which the timer expires, by the reference clock; 0 if the timer was not started.
     expiration: u64,
     /// The alarm, by the host's clock.
     alarm: Option<u64>,

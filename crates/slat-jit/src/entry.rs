@@ -16,7 +16,7 @@ use crate::frame::Frame;
 /// # Safety
 /// - `code` is the address of compiled code, as the module's documentation describes it, and so is each address that
 ///   compiled code returns.
-/// - Compiled code may use `frame`, and what follows it.
+/// - Compiled code may use `frame`, and the client's fields after it.
 pub unsafe fn enter(frame: *mut Frame, code: *const u8) -> u64 {
     // SAFETY: this function's `# Safety` is that of the host's code.
     unsafe { arch::enter(frame, code) }

@@ -4,7 +4,7 @@ use super::{base_of, set, shl, shr, x};
 use crate::insn::{AtomicOp, Order};
 use crate::tier::{Access, Kind, Tier};
 
-/// Joins two registers to the bytes of a pair in memory. Each register has 1 << `size` bytes.
+/// Returns the bytes of a pair in memory, made from two registers. Each register has 1 << `size` bytes.
 fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
     if size == 3 {
         return t.vector(a, b);

@@ -36,7 +36,7 @@ struct Place {
     is_device: bool,
 }
 
-/// An access, as far as its faults depend on it.
+/// The properties of an access on which its faults depend.
 #[derive(Clone, Copy)]
 struct Request {
     /// The address that a fault reports. `None`: the address that is translated.

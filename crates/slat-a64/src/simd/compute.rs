@@ -146,7 +146,8 @@ pub(crate) enum Op {
     Table,
     /// The first operand's lane whose number is the immediate. The lane is sign-extended if the function is signed.
     Element,
-    /// The third operand, but its lane whose number is the immediate becomes lane 0 of the first operand.
+    /// The first operand, with its lane 0 replaced by a lane of the third operand. The immediate is the number of that
+    /// lane.
     Insert,
     /// Lane 0 of the first operand, in all lanes.
     Duplicate,
@@ -205,7 +206,8 @@ fn put(v: &mut u128, size: u8, n: u32, value: u64) {
     *v |= u128::from(zero_extend(value, bits)) << (n * bits);
 }
 
-/// Returns a register whose upper or lower half is `value`. With `upper`, the lower half is that of `c`.
+/// Returns a register with `value` in one half. If `upper`, that is the upper half, and the lower half is taken from
+/// `c`.
 fn half(value: u128, upper: bool, c: u128) -> u128 {
     match upper {
         true => value << 64 | c & u128::from(u64::MAX),

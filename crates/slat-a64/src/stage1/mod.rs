@@ -81,8 +81,8 @@ impl Memory {
 pub(crate) struct Translated {
     /// The intermediate physical address.
     pub(crate) ipa: u64,
-    /// What the accessor may do without another translation. A page whose dirty state the processor has to set may
-    /// not be written without.
+    /// The accesses that need no other translation. If the processor has to set the page's dirty state, a write needs
+    /// another translation.
     pub(crate) read: bool,
     pub(crate) write: bool,
     pub(crate) execute: bool,
@@ -93,7 +93,7 @@ pub(crate) struct Translated {
     pub(crate) is_global: bool,
 }
 
-/// Returns what an accessor may do: read, write, execute (AArch64.S1DirectBasePermissions).
+/// Returns the accessor's rights: read, write, execute (AArch64.S1DirectBasePermissions).
 fn rights(regime: &Regime, leaf: &Leaf, accessor: Accessor) -> [bool; 3] {
     let has = |bit: u64| leaf.descriptor & bit != 0;
     let is_below = |bit: u64| leaf.above & bit != 0;

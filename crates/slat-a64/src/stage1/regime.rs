@@ -1,4 +1,4 @@
-//! What the registers of EL1 say about translation: the parameters of the EL1&0 regime (DDI 0487, D8.2).
+//! The parameters of the EL1&0 translation regime, which EL1's registers contain (DDI 0487, D8.2).
 
 use crate::registers::{
     MAIR, SCTLR, SCTLR_I, SCTLR_M, SCTLR_WXN, TCR, TCR_A1, TCR_AS, TCR_HA, TCR_HD, TCR_IPS_SHIFT,
@@ -90,7 +90,7 @@ impl Regime {
         (self.mair >> (index * 8)) as u8
     }
 
-    /// Whether the top byte of an address like this one is ignored.
+    /// Whether the top byte of addresses is ignored (TBI), in the upper or in the lower half of the address space.
     fn has_tags(&self, is_upper: bool) -> bool {
         bit(self.tcr, 37 + u32::from(is_upper))
     }

@@ -27,7 +27,7 @@ use descriptor::{ADDRESS, TABLE, VALID};
 
 /// Descriptors in memory. An address is a multiple of 8.
 pub(crate) trait Tables {
-    /// Why the machine below refuses.
+    /// The reason why the machine below refuses.
     type Refusal;
     /// Reads a descriptor.
     fn read(&mut self, ipa: u64) -> Result<u64, Self::Refusal>;
@@ -35,7 +35,7 @@ pub(crate) trait Tables {
     fn replace(&mut self, ipa: u64, old: u64, new: u64) -> Result<u64, Self::Refusal>;
 }
 
-/// Why a translation fails.
+/// The reason why a translation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure<R> {
     /// The fault status code.
@@ -110,7 +110,7 @@ pub(super) fn walk<T: Tables>(
         if descriptor & VALID == 0 || !(is_table || is_leaf) {
             return Err(fault(status::TRANSLATION, level));
         }
-        // Bits below the granule, or below the block, are not part of the address.
+        // In the descriptor, the bits below the size of the page or the block are not part of the address.
         let low = if is_leaf { shift } else { half.granule };
         let next = descriptor & ADDRESS & !((1 << low) - 1);
         if next >> regime.output != 0 {

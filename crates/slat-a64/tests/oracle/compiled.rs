@@ -8,7 +8,7 @@ use crate::rng::Rng;
 use slat_a64::{Cpu, Leave, State, SystemName};
 
 const PAGE: u64 = 4096;
-/// What a level 1 block maps, and all of them.
+/// The size of a level 1 block, and the size of all of them.
 const BLOCK: u64 = 1 << 30;
 const SPACE: u64 = 512 * BLOCK;
 /// The tables are where the guest has no addresses.

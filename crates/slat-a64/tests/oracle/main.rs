@@ -163,7 +163,7 @@ fn programs_do_what_they_do_in_qemu() {
     assert!(cases > rounds / 2);
 }
 
-/// Programs that run in parts, and whose accesses fail now and then, do what they do in one run.
+/// A program that runs in several parts, and whose accesses fail now and then, has the same results as in one run.
 #[cfg(feature = "jit")]
 #[test]
 fn programs_in_parts_do_the_same() {

@@ -1,4 +1,4 @@
-//! A debugger outside of the guest, and software step across what an embedder completes.
+//! A debugger outside of the guest, and software step across instructions that an embedder completes.
 
 use crate::guest::*;
 use crate::machine::*;

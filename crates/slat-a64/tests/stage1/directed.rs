@@ -1,4 +1,5 @@
-//! Cases by the sections of DDI 0487, above all those in which QEMU differs or that random tables do not reach.
+//! Cases that follow the sections of DDI 0487. Most are cases in which QEMU differs from the manual, or that random
+//! tables do not reach.
 
 use crate::guest::*;
 use crate::machine::*;
@@ -295,7 +296,7 @@ fn code_is_executed_as_it_was_until_it_is_invalidated() {
         guest.execute(&[invalidate], [0, address]);
         assert_eq!(run(&mut guest), 2);
     }
-    // IC IVAU is for all processors; what is not mapped is a fault of cache maintenance.
+    // IC IVAU is for all processors; at an address that is not mapped, it takes a fault of cache maintenance.
     let address = guest.code + 0x108;
     let leave = guest.execute(&[0xd50b_7521], [0, address]);
     assert!(matches!(
@@ -346,7 +347,7 @@ fn memory_that_goes_away_is_asked_for_again() {
     );
 }
 
-/// D2.10: watchpoints report the first watched byte, and permit what they do not watch.
+/// D2.10: watchpoints report the first watched byte, and permit accesses to bytes that they do not watch.
 #[test]
 fn watchpoints_match_bytes_and_ranges() {
     let mut guest = Guest::new();

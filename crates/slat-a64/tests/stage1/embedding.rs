@@ -1,4 +1,4 @@
-//! What an embedder does: devices, interrupts, calls, and traps.
+//! The tasks of an embedder: devices, interrupts, calls, and traps.
 
 use crate::guest::*;
 use crate::machine::*;
@@ -236,7 +236,7 @@ fn attention_ends_each_run() {
     }
 }
 
-/// What the processor has done may have ended the interrupt, which only its embedder knows.
+/// An instruction of the processor may have ended the interrupt. Only the embedder knows whether it has.
 #[test]
 fn no_interrupt_is_taken_before_its_machine_has_attention() {
     let mut guest = Guest::new();
@@ -283,7 +283,7 @@ fn el0_has_the_timers_that_it_is_given() {
     }
 }
 
-/// ISR_EL1 shows what is pending, also what PSTATE masks.
+/// ISR_EL1 shows all pending interrupts, also those that PSTATE masks.
 #[test]
 fn a_guest_sees_what_is_pending() {
     // MRS X0, ISR_EL1.

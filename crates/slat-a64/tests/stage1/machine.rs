@@ -42,7 +42,7 @@ pub struct Ram {
     moved: Option<[u64; 2]>,
 }
 
-/// What a machine refuses.
+/// The accesses that a machine refuses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hole;
 
@@ -71,7 +71,7 @@ impl Ram {
     }
     pub fn is_hole(&self, ipa: u64) -> bool {
         let of_seed = |seed| mixed(seed ^ ipa >> 12).is_multiple_of(64);
-        // What the tests themselves need is below 2 GiB.
+        // The memory for the tests themselves is below 2 GiB.
         self.holes.contains(&(ipa >> 12)) || (ipa >> 31 != 0 && self.seed.is_some_and(of_seed))
     }
     pub fn word(&self, at: u64) -> u64 {

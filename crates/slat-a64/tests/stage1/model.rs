@@ -167,7 +167,7 @@ pub fn translate(
         if !is(10) && !hardware_flag {
             return Outcome::Fault(0b001000 | code);
         }
-        // Table D8-60 and what follows it: the four values of AP[2:1].
+        // Table D8-60 and the text after it: the four values of AP[2:1].
         let ap2 = is(7) && !hardware_dirty || ap_read_only;
         let ap1 = is(6) && !ap_no_el0;
         let (mut privileged_read, mut privileged_write, user_read, user_write) = match (ap2, ap1) {

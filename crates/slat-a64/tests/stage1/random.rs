@@ -1,11 +1,11 @@
-//! Random tables: what the processor does must be what the model says.
+//! Random tables. The processor's results must be those of the model.
 
 use crate::machine::*;
 use crate::model::{self, Outcome, Query, Registers};
 use crate::numbers::Random;
 use slat_a64::{Cpu, Leave, Pstate, Right, SystemName};
 
-/// What a case does.
+/// The action of a test case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Op {
     Load,
@@ -132,7 +132,7 @@ fn case(random: &mut Random) -> Case {
             va = (va << 8) as i64 as u64 >> 8 | if in_upper { 0xff << 56 } else { 0 };
         }
     }
-    // At EL0 there are only the instructions that EL0 has.
+    // At EL0, only instructions that EL0 has are chosen.
     let is_privileged = matches!(op, Op::At(_) | Op::Invalidate);
     Case {
         registers,
@@ -370,7 +370,7 @@ fn check(cpu: &mut Cpu, random: &mut Random, seen: &mut Seen) {
         }
     }
     assert_eq!(ram.written, expect_ram.written, "{what}");
-    // The TLB must do what the tables do.
+    // The TLB must translate like the tables.
     if let (Leave::Limit, Outcome::Address { pa, .. }, true) = (leave, expected, is_data) {
         cpu.state.pc = start;
         ram.asked.clear();

@@ -3,7 +3,7 @@
 use crate::image::{COMMANDS, STUB, TABLE, TABLES, UPPER, Words};
 use crate::setting;
 
-/// The most commands of an image, with room for what a full script still adds.
+/// The most commands of an image. There is space for the commands that a full script still adds.
 const MOST: u64 = (TABLES - COMMANDS) / 128 - 20;
 
 /// TCR_EL1 of the own half: 39 bits, 4 KiB.
@@ -16,7 +16,7 @@ pub const MASKED: u64 = 0xf << 6;
 pub const EL0: u64 = MASKED;
 pub const EL1: u64 = MASKED | 5;
 
-/// What EL0 or EL1 executes.
+/// A command for EL0 or EL1.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     pub words: [u32; 4],

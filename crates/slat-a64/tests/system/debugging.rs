@@ -11,7 +11,7 @@ const KDE: u64 = 1 << 13;
 const MDE: u64 = 1 << 15;
 const STEP: u64 = 1 << 0;
 
-/// What is stepped and watched. X1 is an address that EL1 may write, X0 is 0.
+/// The code that is stepped and watched. X1 is an address that EL1 may write, X0 is 0.
 const INSTRUCTIONS: [u32; 16] = [
     0xd503_201f, // NOP
     0x9100_0400, // ADD X0, X0, #1

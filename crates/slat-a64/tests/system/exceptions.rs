@@ -13,7 +13,7 @@ const NTWI: u64 = 1 << 16;
 const LOWER_TCR: u64 = 25 | 2 << 32;
 const UPPER_TCR: u64 = 25 << 16 | 2 << 30 | 2 << 32;
 
-/// Instructions without a condition, and what is in the registers. X1 is an address.
+/// Instructions without a condition, and the registers' contents. X1 is an address.
 const INSTRUCTIONS: [u32; 35] = [
     0xd400_0001, // SVC #0
     0xd41f_ffe1, // SVC #0xffff

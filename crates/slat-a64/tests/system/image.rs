@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where the image is. QEMU has its device tree below.
+/// The address of the image. QEMU puts its device tree below this address.
 pub const BASE: u64 = 0x4020_0000;
 pub const TABLE: u64 = 0x4021_0000;
 pub const STUB: u64 = 0x4022_0000;
@@ -106,7 +106,7 @@ pub fn assemble(directory: &Path) -> Option<Vec<u8>> {
     Some(std::fs::read(flat).unwrap())
 }
 
-/// Executes an image in QEMU, and returns what it has written to the UART. `None`: QEMU is absent.
+/// Executes an image in QEMU, and returns the text that it has written to the UART. `None`: QEMU is absent.
 pub fn qemu(directory: &Path, image: &Image) -> Option<Vec<u8>> {
     let [file, output] = ["image", "uart"].map(|name| directory.join(name));
     std::fs::write(&file, &image.0).unwrap();

@@ -7,7 +7,7 @@ use slat_a64::{Cpu, Hypervisor, Leave, Order, Page, Right, State, Stop};
 
 struct Board(Memory);
 
-/// Why there is no memory at an address.
+/// The reason why there is no memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Absent {
     Uart,
@@ -66,7 +66,7 @@ fn access_directly(cpu: &mut Cpu) {
     let _ = cpu;
 }
 
-/// Executes an image until it switches its machine off. Returns what it has written to the UART.
+/// Executes an image until it switches its machine off. Returns the text that it has written to the UART.
 pub fn execute(image: &Image) -> Vec<u8> {
     let mut memory = Memory::new();
     memory.add(RAM, RAM_BYTES as usize / 4096, [true; 2]);

@@ -68,7 +68,7 @@ fn first_level(granule: u32, input: u32) -> u64 {
 const HA: u64 = 1 << 39;
 const HD: u64 = 1 << 40;
 
-/// What an image has in TCR_EL1.HA and HD.
+/// The values of TCR_EL1.HA and HD in an image.
 #[derive(Clone, Copy, PartialEq)]
 enum Flags {
     /// Always these bits; the image may have AT instructions. (QEMU's AT instructions set access flag and dirty state.
@@ -134,7 +134,7 @@ fn configure(script: &mut Script, random: &mut Random, flags: Flags) -> Half {
 struct Half {
     upper: bool,
     input: u32,
-    /// Hardware sets dirty state: what may be executed then is not compared.
+    /// If hardware sets the dirty state, the right to execute is not compared.
     hd: bool,
     /// There is Device memory, to which accesses must be aligned. QEMU does not look at that.
     has_devices: bool,
@@ -172,7 +172,7 @@ const ACCESSES: [u32; 14] = [
 fn commands(random: &mut Random, flags: Flags) -> Script {
     let mut script = Script::default();
     while !script.is_full() {
-        // What hardware has written is read again.
+        // The test reads again the descriptor that the hardware has written.
         if !matches!(flags, Flags::Fixed(flags) if flags != 0) {
             let [granule, level] = [3, 4].map(|limit| random.below(limit));
             script.read(tables(granule, level) + random.below(8192) * 8);
@@ -207,7 +207,7 @@ fn commands(random: &mut Random, flags: Flags) -> Script {
             } else {
                 0
             };
-            // What is stored is UNDEFINED when it is executed.
+            // The stored word is UNDEFINED as an instruction.
             let x = [0, va & !mask, 0x1_0000_0001, 0x2_0000_0002];
             script.run(Run { x, ..run });
         }

@@ -52,7 +52,7 @@ const VCPU_SHIFT: u32 = 32;
 const V2_VCPU: u64 = 0xff;
 /// The encoding of a system register.
 const ENCODING: u64 = 0xffff;
-/// Fields of [`group::LINES`]: what is meant, of which there is one, and the first interrupt.
+/// Fields of [`group::LINES`]: the kind of information, of which there is only one, and the first interrupt.
 const LINES_INFO: u64 = 0xffff_fc00;
 const LINES_FIRST: u64 = 0x3ff;
 /// Fields of a region of redistributors.
@@ -65,7 +65,7 @@ const REGION_COUNT_SHIFT: u32 = 52;
 const IIDR: u64 = 0x8;
 const EARLY_REGISTERS: [u64; 2] = [IIDR, 0xc];
 
-/// What attributes need of the VM.
+/// The facts about the VM that attributes need.
 #[derive(Debug)]
 pub struct Vm<'a, M> {
     /// The vCPUs, in the order of their creation.
@@ -85,7 +85,7 @@ pub fn value_size(group: u32) -> usize {
     }
 }
 
-/// A GIC as a device of KVM's API: what the client sets before the GIC exists, and the GIC.
+/// A GIC as a device of KVM's API: the client's settings before the GIC exists, and then the GIC itself.
 #[derive(Clone, Debug)]
 pub struct Device {
     model: Model,
@@ -238,7 +238,7 @@ impl Device {
                 let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
                 let (frame, offset) = (frame(group, vcpu), attribute & OFFSET);
                 let mut gic = self.new_gic(vm.vcpus)?;
-                // It is not too late for another value, but no other one exists.
+                // The client could still set another value, but no other value exists.
                 gic.client_write(vcpu, frame, offset, value as u32, vm.memory)
                     .map_err(|_| Error::Invalid)?;
                 self.identity = Some(gic.client_read(vcpu, frame, IIDR));

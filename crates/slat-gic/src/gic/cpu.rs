@@ -1,10 +1,10 @@
-//! What a CPU interface does: signals, acknowledgement, end and deactivation of interrupts.
+//! A CPU interface: it signals interrupts, and the guest acknowledges, ends and deactivates them here.
 
 use super::{Gic, Model, Signals};
 use crate::interrupt::{Group, LPIS, PRIVATE, SGIS, SPECIAL, Trigger};
 use crate::pending::Candidate;
 
-/// Where the source of an SGI is in the registers of GICv2.
+/// The position of an SGI's source in the registers of GICv2.
 const SOURCE_SHIFT: u32 = 10;
 
 impl Gic {
@@ -58,7 +58,7 @@ impl Gic {
         }
     }
 
-    /// Returns what a register shows of a pending interrupt: its INTID, and the source of an SGI of GICv2.
+    /// Returns the value by which a register shows a pending interrupt: its INTID, and for an SGI of GICv2 its source.
     pub(crate) fn shown(&self, vcpu: usize, pending: Candidate) -> u32 {
         let sources = match self.is_v2_sgi(pending.intid) {
             true => self.vcpus[vcpu].private[pending.intid as usize].sources,

@@ -31,7 +31,7 @@ pub enum Model {
     V3,
 }
 
-/// What identifies a vCPU.
+/// The numbers that identify a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuName {
     /// KVM's id of the vCPU: the processor number of its redistributor. With GICv2, commands and sources use the index
@@ -50,7 +50,7 @@ pub struct Signals {
     pub fiq: bool,
 }
 
-/// What a GIC has for each vCPU.
+/// The part of a GIC that exists for each vCPU.
 #[derive(Clone, Debug)]
 pub(crate) struct Vcpu {
     pub(crate) name: VcpuName,
@@ -62,7 +62,8 @@ pub(crate) struct Vcpu {
     pub(crate) pendbaser: u64,
     /// The redistributor is the last one of its contiguous frames.
     pub(crate) is_last: bool,
-    /// The widths that the client has restored into ICC_CTLR_EL1, which are those of another machine.
+    /// The widths that the client has restored into ICC_CTLR_EL1. They are the widths of the machine on which the state
+    /// was saved.
     pub(crate) priority_bits: u8,
     pub(crate) id_bits: u8,
     signals: Signals,

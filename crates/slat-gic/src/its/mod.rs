@@ -31,7 +31,7 @@ const MAX_EVENTS: usize = 1 << 20;
 /// GITS_CTLR.
 const ENABLE: u64 = 1 << 0;
 const QUIESCENT: u64 = 1 << 31;
-/// GITS_IIDR: the revision of the tables' layout, of which there is one.
+/// GITS_IIDR: the revision of the tables' layout. Only one revision exists.
 const REVISION_SHIFT: u32 = 12;
 /// GITS_TYPER: physical LPIs; sizes less one of entries, EventIDs and DeviceIDs. GITS_TYPER.PTA is zero: redistributors
 /// are named by their processor number.

@@ -1,4 +1,4 @@
-//! The registers that have some bits for each interrupt, which GICv2 and GICv3 have in common.
+//! The registers that have one or more bits for each interrupt. GICv2 and GICv3 have these registers in common.
 
 use super::Access;
 use super::region::Register;

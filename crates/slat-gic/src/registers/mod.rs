@@ -70,7 +70,7 @@ pub enum Frame {
     Redistributor(usize),
 }
 
-/// Who makes an access.
+/// The party that makes an access: the guest or the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Guest,
@@ -98,7 +98,7 @@ impl Accepted {
 }
 
 impl Gic {
-    /// Returns the access, and the vCPU whose registers it means.
+    /// Returns the access, and the vCPU whose registers are accessed.
     fn accept(
         &self,
         vcpu: usize,
@@ -253,8 +253,8 @@ impl Gic {
         }
     }
 
-    /// Reads 32 bits for the client: KVM_DEV_ARM_VGIC_GRP_DIST_REGS, _CPU_REGS and _REDIST_REGS. As in KVM, what is no
-    /// register reads as zero.
+    /// Reads 32 bits for the client: KVM_DEV_ARM_VGIC_GRP_DIST_REGS, _CPU_REGS and _REDIST_REGS. As in KVM, offsets
+    /// without a register read as zero.
     ///
     /// # Panics
     /// There is no such vCPU.

@@ -1,6 +1,6 @@
-//! Where the registers are in each frame, and the widths of accesses to them, as KVM has them.
+//! The offsets of the registers in each frame, and the widths of accesses to them. Both are KVM's.
 
-/// What an access reads or writes.
+/// The register that an access reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Register {
     /// Reads as zero and ignores writes.
@@ -199,7 +199,7 @@ impl<R> Region<R> {
         self.bits != 0
     }
 
-    /// Returns the first interrupt that an access at `offset` concerns.
+    /// Returns the first interrupt whose bits are at `offset`.
     pub(crate) fn intid(&self, offset: u32) -> u32 {
         match self.bits {
             0 => 0,

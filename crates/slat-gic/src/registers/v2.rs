@@ -1,4 +1,4 @@
-//! What only GICv2 has: targets of SPIs, and the CPU interface in memory.
+//! The registers that only GICv2 has: targets of SPIs, and the CPU interface in memory.
 
 use super::Access;
 use super::region::Register;

@@ -1,4 +1,4 @@
-//! What only GICv3 has: routes of SPIs, and redistributors.
+//! The registers that only GICv3 has: routes of SPIs, and redistributors.
 
 use super::region::{Register, part, replace};
 use crate::gic::Gic;

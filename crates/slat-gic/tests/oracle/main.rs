@@ -50,7 +50,7 @@ const COMPARE: [u64; 2] = [20, 22];
 /// Interrupts that the test uses.
 const INTERRUPTS: u32 = 96;
 
-/// A list of accesses, and what this crate's GIC reads.
+/// A list of accesses, and the values that this crate's GIC returns for its reads.
 struct List {
     model: Model,
     gic: Gic,

@@ -1,4 +1,4 @@
-//! A guest that uses an ITS, and what the ITS should know.
+//! A guest that uses an ITS, and a model of the ITS's state.
 
 use super::Pair;
 use crate::common::{TestMemory, write32};
@@ -14,7 +14,7 @@ const DEVICES: u32 = 4;
 const EVENTS: u32 = 8;
 const COLLECTIONS: u16 = 4;
 
-/// Where the guest has its tables.
+/// The addresses of the guest's tables.
 pub const MEMORY: u64 = 0x4000_0000;
 pub const MEMORY_SIZE: usize = 0x20_0000;
 const QUEUE: u64 = MEMORY;
@@ -30,7 +30,7 @@ const CBASER: u64 = 0x80;
 const CWRITER: u64 = 0x88;
 const BASER: [u64; 2] = [0x100, 0x108];
 
-/// The ITS, and what it should know.
+/// The ITS, and the model of its state.
 pub struct Tables {
     pub its: Its,
     writer: u64,
@@ -156,7 +156,7 @@ impl Tables {
         *self.collections.get(&collection?)?
     }
 
-    /// What a message of a device does.
+    /// The effect of a device's message.
     fn deliver(&self, pair: &mut Pair, at: (u32, u32)) -> Option<Delivery> {
         let Some(&(lpi, collection)) = self.events.get(&at) else {
             return Some(Delivery::Unmapped);
@@ -356,7 +356,7 @@ impl Tables {
         );
     }
 
-    /// Applies a save and a restore of the tables to the model: what the tables do not hold is lost.
+    /// Applies a save and a restore of the tables to the model: state that is not in the tables is lost.
     pub fn forget_unsaved(&mut self, pair: &mut Pair) {
         let old = std::mem::take(&mut self.events);
         for irq in pair.plain.lpis.iter_mut() {

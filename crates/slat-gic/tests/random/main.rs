@@ -31,7 +31,7 @@ struct Pair {
     signals: Vec<Signals>,
     /// The interrupts of each vCPU that were acknowledged and not ended, as the register returned them.
     taken: Vec<Vec<u32>>,
-    /// How many acknowledgements returned an interrupt, and how many an LPI.
+    /// The number of acknowledgements that returned an interrupt, and the number that returned an LPI.
     acknowledged: u64,
     acknowledged_lpis: u64,
 }
@@ -127,7 +127,7 @@ impl Pair {
         self.plain.irq(vcpu, intid).unwrap().drive(high);
     }
 
-    /// Compares what changes: signals, and the lists of changed vCPUs and of ended interrupts.
+    /// Compares the results of an operation: signals, and the lists of changed vCPUs and of ended interrupts.
     fn check(&mut self) {
         let mut changed = vec![];
         self.gic.take_changed(|vcpu| changed.push(vcpu));

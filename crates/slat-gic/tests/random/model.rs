@@ -64,7 +64,7 @@ pub struct Model {
     pub ended: Vec<u32>,
 }
 
-/// What a vCPU would acknowledge.
+/// The interrupt that a vCPU would acknowledge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Best {
     pub intid: u32,
@@ -197,7 +197,7 @@ impl Model {
         }
     }
 
-    /// What an acknowledge register of `group` returns.
+    /// Returns the value that an acknowledge register of `group` has.
     pub fn acknowledge(&mut self, cpu: usize, group: usize) -> u32 {
         let Some(best) = self.signaled(cpu) else {
             return 1023;

@@ -111,7 +111,7 @@ impl Pair {
     }
 
     pub fn save_and_restore_v3(&mut self, tables: &mut Tables) {
-        // The ITS and its tables first, while all memory is as the guest has it.
+        // The ITS and its tables are saved first, while the whole memory is unchanged.
         self.gic.save_pending_tables(&self.memory).unwrap();
         tables.its.save_tables(&self.gic, &self.memory).unwrap();
         tables.forget_unsaved(self);

@@ -170,8 +170,8 @@ fn identification() {
     assert_eq!(msi.its32(0x1_0040), 0);
 }
 
-/// GITS_CBASER and GITS_BASER keep what KVM has: 64 KiB pages, inner shareable, entries of 8 bytes, types that cannot
-/// be changed; and they are fixed while the ITS is enabled.
+/// GITS_CBASER and GITS_BASER have KVM's fixed fields: 64 KiB pages, inner shareable, entries of 8 bytes, and types
+/// that cannot be changed. While the ITS is enabled, the guest cannot change these registers at all.
 #[test]
 fn base_registers() {
     let mut msi = Msi::new();
@@ -267,7 +267,7 @@ fn unmapping() {
     msi.signal(0, 0);
     msi.command([0x0f, 0, 0, 0]);
     assert!(msi.guest.is_quiet(0) && msi.is_unmapped(0, 0));
-    // Two events are mapped to one LPI: what is pending is dropped with the last of them.
+    // Two events are mapped to one LPI. The LPI's pending state is dropped with the last of the two.
     msi.map_event(0, 0, 8200, 0);
     msi.map_event(0, 1, 8200, 0);
     msi.signal(0, 1);

@@ -30,7 +30,7 @@ fn software_latches_a_level() {
     });
 }
 
-/// An edge is pending until it is acknowledged, whatever its line does.
+/// An edge-triggered interrupt is pending until it is acknowledged, even if its line falls.
 #[test]
 fn an_edge_is_latched() {
     with_both(|mut guest| {
@@ -42,7 +42,7 @@ fn an_edge_is_latched() {
         assert!(guest.bit(0, ISPENDR, 40));
         assert_eq!(guest.ack(0, group), 40);
         assert!(!guest.bit(0, ISPENDR, 40) && guest.bit(0, ISACTIVER, 40));
-        // A further edge makes it active and pending: it comes again after its EOI.
+        // A further edge makes the active interrupt pending, too, so it is signalled again after its EOI.
         guest.gic.set_spi(40, true).unwrap();
         assert!(guest.bit(0, ISPENDR, 40) && guest.is_quiet(0));
         guest.end(0, group, 40);

@@ -32,7 +32,7 @@ const ICACTIVER: u64 = 0x380;
 
 const SPURIOUS: u32 = 1023;
 
-/// A GIC of either model with what tests do to it.
+/// A GIC of either model, and methods for the tests.
 struct Guest {
     gic: Gic,
     model: Model,

@@ -187,7 +187,8 @@ fn reset() {
     msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
 }
 
-/// As in KVM, a table register with another value loses what its table has; the same value changes nothing.
+/// As in KVM, writing another value to a table's register drops the contents of the table. Writing the same value
+/// changes nothing.
 #[test]
 fn tables_that_change_lose_their_entries() {
     let mut msi = saved();
@@ -207,8 +208,8 @@ fn tables_that_change_lose_their_entries() {
     assert_eq!(msi.memory.u64(DEVICES + 16), 1, "no device is saved");
 }
 
-/// As in KVM, a device whose part of the table the guest takes away is not saved, and the entry before it does not name
-/// it.
+/// The guest takes away the part of the table that has a device's entry. As in KVM, that device is not saved, and the
+/// entry before it does not point to it.
 #[test]
 fn devices_without_an_entry_are_not_saved() {
     const INDIRECT: u64 = 1 << 62;

@@ -259,7 +259,8 @@ fn a_level_waits_for_the_unmasking() {
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.program(9, LEVEL | 0x39);
     assert_eq!(machine.vectors(), []);
-    // A level whose interrupt ends while the pin is masked waits, too.
+    // If a level-triggered interrupt ends while its pin is masked and its line is high, the next interrupt waits until
+    // the pin is unmasked.
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);

@@ -264,7 +264,7 @@ fn a_poll_acknowledges() {
     assert_eq!(pics.read(0x21), (0x85, 0));
     assert_eq!(pics.save(Chip::Master).isr, 1 << 5);
     assert_eq!(pics.write(0x20, EOI).ended, 1 << 5);
-    // One poll command makes one read a poll.
+    // A poll command turns only the next read into a poll.
     assert_eq!(pics.read(0x21).0, 0);
 
     pulse(&mut pics, 11);

@@ -11,7 +11,7 @@ pub struct ChannelState {
     pub count: u32,
     /// The count that the count latch command has stored.
     pub latched_count: u16,
-    /// Which bytes of `latched_count` to read next, in the form of `rw_mode`; 0 for none.
+    /// The bytes of `latched_count` that are read next, in the form of `rw_mode`; 0 for none.
     pub count_latched: u8,
     /// Whether the next read returns `status`.
     pub status_latched: u8,
@@ -31,7 +31,7 @@ pub struct ChannelState {
     pub bcd: u8,
     /// The gate input.
     pub gate: u8,
-    /// When the count began, in nanoseconds.
+    /// The time at which the count began, in nanoseconds.
     pub count_load_time: i64,
 }
 

@@ -1,4 +1,4 @@
-//! The host's processor. Each architecture has a file with the same names.
+//! The host's processor. Each architecture has a file, and all files define the same names.
 //!
 //! | name | idea |
 //! |---|---|

@@ -220,7 +220,7 @@ fn vcpus_are_named() {
     assert_eq!(none.get(group::DISTRIBUTOR, 0), Err(EINVAL));
 }
 
-/// Registers that do not exist: no error, but KVM_HAS_DEVICE_ATTR says so.
+/// Accesses to registers that do not exist return no error, but KVM_HAS_DEVICE_ATTR reports that they do not exist.
 #[test]
 fn registers_that_do_not_exist() {
     for model in [Model::V2, Model::V3] {

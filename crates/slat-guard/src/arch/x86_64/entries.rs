@@ -1,4 +1,4 @@
-//! How a signal handler returns to the kernel, and the call during which deferred signals arrive.
+//! The code by which a signal handler returns to the kernel, and the system call during which deferred signals arrive.
 
 use std::arch::naked_asm;
 
