@@ -145,7 +145,7 @@ impl Set {
 struct Writer {
     /// For each id, the slot's first frame, or [`NOWHERE`].
     base: Vec<u64>,
-    /// The array from before the last change, which the next change reuses.
+    /// The array that the last change has replaced. The next change reuses its memory.
     spare: Option<Arc<Set>>,
 }
 

@@ -9,7 +9,7 @@ use crate::rounds::Bench;
 pub struct Experiment {
     /// The name on the command line and in the report.
     pub name: &'static str,
-    /// What the experiment measures, in one line.
+    /// The subject of the experiment, in one line.
     pub title: &'static str,
     /// The text that `--explain` prints: what is measured and why, in ten lines.
     pub explain: &'static str,

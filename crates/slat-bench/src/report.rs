@@ -149,7 +149,7 @@ impl Report {
         }
     }
 
-    /// Adds a sentence that says what was not measured, and why.
+    /// Adds a sentence about a measurement that was not made, with the reason.
     pub fn note_missing(&mut self, sentence: String) {
         self.is_partial = true;
         self.note(sentence);

@@ -10,7 +10,7 @@ use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::{Failure, Others};
 
-/// How much is measured.
+/// The amount of work that is measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Size {
     /// For tests: every step runs once, with little memory. Counts are right, but times are meaningless.
@@ -161,7 +161,7 @@ impl Bench {
         self.report.note(sentence);
     }
 
-    /// Adds a sentence that says what was not measured, and why.
+    /// Adds a sentence about a measurement that was not made, with the reason.
     pub fn note_missing(&mut self, sentence: String) {
         self.report.note_missing(sentence);
     }

@@ -120,7 +120,7 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
     Ok(())
 }
 
-/// Where the JSON goes.
+/// The destination of the JSON.
 enum Json {
     Nowhere,
     /// Standard output, which a program reads. The tables go to standard error.

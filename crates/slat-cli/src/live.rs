@@ -1,4 +1,5 @@
-//! What all live views in a terminal share: they refresh their data, and users end, pause and redraw them by keys.
+//! The common part of all live views in a terminal: a view refreshes its data, and the user ends, pauses or redraws the
+//! view by keys.
 
 use std::io;
 use std::process::ExitCode;

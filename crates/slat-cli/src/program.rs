@@ -12,7 +12,7 @@ use object::{Object, elf};
 
 use crate::arch::program::{MACHINE, NAME};
 
-/// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
+/// The reason why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
 #[derive(Debug)]
 pub struct Refusal {
     /// The problem, and its solution if there is one.
@@ -95,7 +95,7 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// How slat's library gets into a program's process.
+/// The way in which slat's library gets into a program's process.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Reach {
     /// The dynamic linker loads slat's library by LD_PRELOAD. The program is linked with these libraries.
@@ -107,7 +107,7 @@ pub enum Reach {
 /// A program that slat can run.
 #[derive(Debug)]
 pub struct Program {
-    /// How slat's library gets into the program's process.
+    /// The way in which slat's library gets into the program's process.
     pub reach: Reach,
     /// The file that the kernel executes: the program, or the script's interpreter.
     pub runs: PathBuf,

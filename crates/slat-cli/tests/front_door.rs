@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Who runs a command of README.md.
+/// The test or script that runs a command of README.md.
 enum RunBy {
     /// This test runs `slat` with these arguments, and compares the output with the output that README.md shows.
     ThisTest(&'static [&'static str]),
@@ -17,8 +17,8 @@ enum RunBy {
 }
 use RunBy::*;
 
-/// The commands of README.md in their order there, and what runs each of them. A `…` at the end of a command stands
-/// for its other words.
+/// The commands of README.md, in its order, and for each the test or script that runs it. A `…` at the end of a command
+/// means any further words.
 const COMMANDS: &[(&str, RunBy)] = &[
     ("cargo run --release -- run", ThisTest(&["run"])),
     ("cargo test", Suite(".ci/run", "cargo test")),

@@ -23,7 +23,7 @@ unsafe impl Sync for Memory {}
 // SAFETY: no thread has a special relation to the mapping.
 unsafe impl Send for Memory {}
 
-/// The pages that the host is asked to back a [`Memory`] with.
+/// The size of the host pages that are requested for a [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
     /// The host uses 4 KiB pages: MADV_NOHUGEPAGE.

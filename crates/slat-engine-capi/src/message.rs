@@ -17,7 +17,7 @@ pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
         None => error.to_string(),
     };
     let text = CString::new(text.replace('\0', "?")).unwrap_or_default();
-    // When a thread ends, its text may be gone, and no code asks for it any more.
+    // A thread that ends may have dropped its text already. No code asks for the text any more.
     let _ = LAST.try_with(|last| last.replace(text));
     errno
 }
@@ -36,7 +36,7 @@ pub(super) fn blame(answer: String) {
 /// until the thread's next call. Each call that returns a negative errno has such a text.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_last_error() -> *const c_char {
-    // When a thread ends, its text may be gone.
+    // A thread that ends may have dropped its text already.
     LAST.try_with(|text| text.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
 }

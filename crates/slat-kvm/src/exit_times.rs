@@ -20,7 +20,7 @@ const BUCKETS: usize = 24;
 pub(crate) struct Times {
     /// The sum of the measured times, in nanoseconds.
     pub(crate) ns: Count,
-    /// How often each duration was measured.
+    /// The number of exits of each duration.
     pub(crate) hist: Histogram<BUCKETS>,
 }
 

@@ -29,7 +29,7 @@ pub(crate) struct Page {
 // SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
 unsafe impl Send for Page {}
 
-/// Why guest-physical memory cannot be accessed.
+/// The reason why guest-physical memory cannot be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unreachable {
     /// MMIO: no memslot has the address, or a write is to a read-only memslot.

@@ -91,9 +91,9 @@ impl IrqFd {
 #[derive(Debug, Default)]
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
-    /// Whether the VM has ever had resampled irqfds. If not, EOIs do not look at the list. One word, which never
-    /// changes back: who has an interrupt of a resampled irqfd has it by the lock of the service, or by a call that the
-    /// client has made after `KVM_IRQFD`.
+    /// Whether the VM has ever had resampled irqfds. If not, EOIs do not look at the list. The flag never changes back
+    /// to `false`. It needs no order: a thread gets an interrupt of a resampled irqfd under the lock of the service, or
+    /// by a call that the client makes after `KVM_IRQFD`.
     resampled: AtomicBool,
 }
 

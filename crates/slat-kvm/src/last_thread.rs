@@ -17,7 +17,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often a waiting thread checks, if the kernel does not wake it.
+/// The interval at which a waiting thread checks its condition, if the kernel does not wake it.
 const PERIOD: Duration = Duration::from_millis(500);
 
 /// The thread that ends the process. The watcher shares the program's descriptor table, because the `atexit` handlers

@@ -1,4 +1,4 @@
-//! How a VM's guest-physical memory is mapped: numbers of pages by size, access and state. `slat map` draws pictures
+//! The mappings of a VM's guest-physical memory: numbers of pages by size, access and state. `slat map` draws pictures
 //! from these numbers.
 
 use crate::engine::EngineVm;
@@ -7,7 +7,7 @@ use slat::{Gfn, Level};
 use slat_host::granule;
 use std::ops::Range;
 
-/// How the frames of a part of guest memory are mapped. Each field is a number of 4 KiB pages. With the shadow MMU, a
+/// The mappings of the frames in a part of guest memory. Each field is a number of 4 KiB pages. With the shadow MMU, a
 /// page that several leaves map counts several times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {

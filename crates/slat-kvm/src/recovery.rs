@@ -10,7 +10,7 @@ use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What the thread waits for.
+/// The condition for which the thread waits.
 #[derive(Default)]
 pub(crate) struct Recovery {
     /// The number of times that parameters have changed. Each change restarts the period.

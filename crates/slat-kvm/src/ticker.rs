@@ -21,9 +21,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-/// How often [`bits::POLL`] is raised for a polled vCPU.
+/// The interval at which [`bits::POLL`] is raised for a polled vCPU.
 pub const POLL_PERIOD: Duration = Duration::from_millis(1);
-/// How often [`bits::POLL`] is raised for a vCPU that executes.
+/// The interval at which [`bits::POLL`] is raised for a vCPU that executes.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
 /// The number of rounds without a polled vCPU after which the thread stops ticking, and sleeps until the next deadline
 /// or call.
@@ -52,7 +52,7 @@ impl Periodic {
     }
 }
 
-/// What the ticker does at a client's deadline.
+/// The action of the ticker at a client's deadline.
 pub(crate) enum Alarm {
     /// Raises [`bits::TIMER`] in this word.
     Vcpu(Attention),

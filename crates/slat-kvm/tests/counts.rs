@@ -1,5 +1,5 @@
-//! Tests what an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that
-//! makes an operation dearer fails here, and need not wait for a benchmark.
+//! Tests what an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: if a change
+//! makes an operation more expensive, these tests fail, so no benchmark is needed to notice it.
 #![cfg(target_arch = "x86_64")]
 
 mod common;

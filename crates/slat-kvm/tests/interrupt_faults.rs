@@ -470,8 +470,8 @@ fn the_client_hears_of_each_end_of_a_level() {
     assert_eq!([0x71, 0x72].map(count), [0, 0]);
 }
 
-/// If an interrupt of the 8259 is pending, a vCPU gets it as soon as it unmasks LINT0 or disables its APIC. That
-/// needs no other event.
+/// If an interrupt of the 8259 is pending, a vCPU gets it as soon as it unmasks LINT0 or disables its APIC. No other
+/// event is needed.
 #[test]
 fn an_interrupt_that_waits_is_seen_when_its_way_opens() {
     let _alone = alone();

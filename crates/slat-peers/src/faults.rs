@@ -20,7 +20,7 @@ use crate::report::{Metric, Samples, thread_ns};
 use crate::tables::BASE;
 
 const PAGES: u64 = 1 << 16;
-/// How long samples are repeated: enough for a hundred samples, or for a few where Arm's code is emulated.
+/// The time for which samples are repeated: enough for a hundred samples, or for a few where Arm's code is emulated.
 const LONGEST: Duration = Duration::from_secs(2);
 
 /// The measurement of faults.

@@ -26,9 +26,9 @@ mod client {
 
     const IS_X86: bool = cfg!(target_arch = "x86_64");
 
-    /// The number of this machine in an ELF file, and code that makes the calls open (or openat), ioctl and exit_group.
-    /// The path of the device is behind the code. On arm64 a word 0 stands for `svc`, because slat takes each such word
-    /// for an instruction that is in a segment of this program with code, and linkers put data there, too.
+    /// The machine's number in an ELF file, and code that makes the calls open (or openat), ioctl and exit_group. The
+    /// path of the device follows the code. On arm64 the code has a word 0 in place of each `svc`: this test program
+    /// must not contain a word `svc` as data, because slat would take the word for an instruction.
     const MACHINE: (u8, &[u8]) = match IS_X86 {
         true => (
             62,

@@ -53,7 +53,7 @@ pub struct Helper {
     posts: AtomicU32,
     /// Whether the helper sleeps, or is about to, and has to be woken.
     sleeps: AtomicBool,
-    /// Whether the helper thread runs. One word, which means the same by itself: it needs no order.
+    /// Whether the helper thread runs. The value does not depend on other memory, so it needs no order.
     serves: AtomicBool,
 }
 

@@ -104,7 +104,7 @@ calls! {
     Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
     /// Asks whether an eventfd is non-blocking.
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
-    /// Asks what is mapped at an address.
+    /// Asks the kernel which mapping is at an address.
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
     /// Asks whether an eventfd that blocks can count further: [`calls::is_ready`](crate::calls::is_ready).
     Poll: Helper POLL, SYS_POLL;
@@ -156,8 +156,7 @@ pub(crate) fn forbid(call: Call) {
     FORBIDDEN.fetch_or(call.bit(), Ordering::Relaxed);
 }
 
-/// Records that threads of the program must not open files any more, whatever the path is: from now on
-/// the helper opens them.
+/// Records that threads of the program must not open files any more. From now on the helper opens all files.
 pub fn forbid_opening() {
     forbid(Call::Open);
 }

@@ -12,7 +12,7 @@ mod plain {
     pub(crate) use crate::wait::{sleep, wake, yield_now};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// A cell. The protocol of its user says which thread may use the value at what time.
+    /// A cell without a lock. Its user needs a protocol that says which thread may use the value at which time.
     #[derive(Default)]
     pub(crate) struct Cell<T>(std::cell::UnsafeCell<T>);
 

@@ -65,7 +65,7 @@ pub struct Step {
     pub detail: [u64; 2],
 }
 
-/// When and how the watchman ends a `KVM_RUN`.
+/// The longest time of a `KVM_RUN`, and the means by which the watchman ends the run after this time.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice {
     /// The vCPU's `kvm_run`, mapped until the run has returned.

@@ -1,4 +1,5 @@
-//! Why a vCPU of arm64 has left the guest: the values of `kvm_exit`, with the names that Linux's trace has for them.
+//! The reason why a vCPU of arm64 has left the guest: the values of `kvm_exit`, with the names that Linux's trace has
+//! for them.
 
 /// `ret`: an interrupt of the host. The vCPU was asked to leave the guest.
 pub const IRQ: i32 = 0;

@@ -1,4 +1,4 @@
-//! Waits for GDB and for the VM at the same time, and handles what comes first.
+//! Waits for GDB and for the VM at the same time, and handles the one that comes first.
 
 use std::io;
 

@@ -20,7 +20,7 @@ pub enum Space {
     Physical,
 }
 
-/// Why all vCPUs are held.
+/// The reason why all vCPUs are held.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Stopped {
     /// `slat gdb` has asked for the stop.

@@ -47,7 +47,8 @@ pub struct Vm {
     /// The kind, address and bytes of each probe (breakpoint or watchpoint). GDB may set the same probe twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
-    /// How the vCPUs continue that GDB's command to resume does not name. `own` has the vCPUs that the command names.
+    /// The way in which vCPUs continue that GDB's command to resume does not name. The map `own` contains the vCPUs
+    /// that the command names.
     others: &'static str,
     own: Vec<(u32, &'static str)>,
 }

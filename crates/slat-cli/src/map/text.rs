@@ -33,7 +33,7 @@ pub struct Part {
     pub slot: Option<Slot>,
     /// The number of 4 KiB pages of each cell.
     pub cell_pages: u64,
-    /// How each cell is mapped.
+    /// The mappings of each cell.
     pub cells: Vec<Cell>,
 }
 

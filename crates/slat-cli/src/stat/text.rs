@@ -110,7 +110,7 @@ impl Vm {
 /// The answer of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// Why the process compiles no guest code, if it compiles none.
+    /// The reason why the process compiles no guest code, if it compiles none.
     pub interprets: Option<String>,
     /// The number of VMs that have ended.
     pub ended: u64,

@@ -57,7 +57,7 @@ pub struct Slot {
     pub id: u64,
 }
 
-/// How often each address was seen.
+/// The number of times that each address was seen.
 pub type Seen = HashMap<u64, u64>;
 
 /// The summary of a trace. All fields except `counts` are computed from the records that were not overwritten.
@@ -78,16 +78,16 @@ pub struct Summary {
     /// The number of entries of vCPUs that were already in the guest, and of exits of vCPUs that were not in the
     /// guest. If no record was overwritten, it is 0.
     pub unpaired: u64,
-    /// How many faults each guest page frame took.
+    /// The number of faults of each guest page frame.
     pub gfns: Seen,
-    /// How many writes to each page frame faulted only because the dirty log had write-protected the frame:
+    /// The number of writes to each page frame that faulted only because the dirty log had write-protected the frame:
     /// [`super::written`].
     pub written: BTreeMap<u64, u64>,
-    /// How often each MMIO address was accessed.
+    /// The number of accesses to each MMIO address.
     pub gpas: Seen,
-    /// How often each port was accessed.
+    /// The number of accesses to each port.
     pub ports: Seen,
-    /// How often the guest exited at each address of its code.
+    /// The number of exits at each address of the guest's code.
     pub rips: Seen,
     /// The number of faults in each memslot. `None` stands for faults outside all memslots that the trace knows.
     pub faults: BTreeMap<Option<Slot>, u64>,

@@ -1,4 +1,4 @@
-//! Checks that `slat map` shows what the process counts.
+//! Checks that `slat map` shows the process's own counts.
 
 use serde_json::Value;
 

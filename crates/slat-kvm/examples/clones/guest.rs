@@ -113,7 +113,7 @@ impl Guest {
         }
     }
 
-    /// Makes `value` what the instruction that read a port last, and has ended, has put into EAX.
+    /// Makes `value` the result, in EAX, of the instruction that last read a port. That instruction has ended.
     pub fn set_input(&mut self, value: u32) -> Result<()> {
         let mut regs = self.vcpu.get_regs()?;
         regs.rax = value.into();

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const MEMORY: usize = 64 << 20;
-/// What the guest fills before it is ready.
+/// The memory that the guest fills before it is ready.
 const FILLED: u32 = 16 << 20;
 const CODE: usize = 0x1000;
 
-/// Runs in protected mode, without paging. EBP is the end of what it fills.
+/// Runs in protected mode, without paging. EBP is the end of the memory that the program fills.
 ///
 /// ```text
 ///       mov edi, 0x100000
@@ -78,7 +78,7 @@ fn output(guest: &mut Guest, port: u16) -> Result<u32> {
     }
 }
 
-/// What clones have cost.
+/// The cost of clones.
 #[derive(Debug)]
 struct Cost {
     /// To get the guest ready once.

@@ -62,7 +62,7 @@ impl State {
 
     /// Gives the state to a new VM, whose vCPU has not run.
     pub fn give(&self, vm: &VmFd, vcpu: &VcpuFd) -> Result<()> {
-        // The clock goes on from here, and not from what the host's clock was.
+        // The clock continues from the saved value, without the host's time that has passed since.
         let clock = kvm_clock_data {
             flags: 0,
             ..self.clock
@@ -101,7 +101,7 @@ fn msrs(vcpu: &VcpuFd) -> Result<Msrs> {
             ..Default::default()
         };
         let mut one = Msrs::from_entries(&[entry])?;
-        // One that the vCPU's CPUID does not have is not there.
+        // An MSR that the vCPU's CPUID does not offer does not exist.
         if vcpu.get_msrs(&mut one)? == 1 {
             found.extend_from_slice(one.as_slice());
         }

@@ -1,4 +1,4 @@
-//! What an example does on a machine whose guests are not those of the example.
+//! An example's program for machines that cannot run the example's guest.
 
 use std::process::ExitCode;
 

@@ -109,7 +109,7 @@ fn run(vcpu: &mut VcpuFd, late: &Late, port: u16) -> Result<(u32, usize)> {
     }
 }
 
-/// What a restored guest said, and when.
+/// The output of a restored guest, and the time at which it was printed.
 #[derive(Debug)]
 struct Restored {
     /// From the beginning of the restore to the first output.

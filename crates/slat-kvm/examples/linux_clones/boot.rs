@@ -8,8 +8,8 @@ use object::endian::LittleEndian;
 use object::read::elf::{FileHeader as _, ProgramHeader as _};
 use slat_kvm::Kvm;
 
-/// Where the boot information, the command line, and the initrd's description are: below the kernel,
-/// where nothing else is.
+/// The addresses of the boot information, the command line, and the initrd's description. They are below the kernel, in
+/// memory that nothing else uses.
 const START_INFO: u64 = 0x1000;
 const MODULE: u64 = 0x2000;
 const MEMORY_MAP: u64 = 0x3000;

@@ -54,7 +54,7 @@ const ASK: &[u8] = &[
 ];
 const REQUEST_PORT: u16 = 0x500;
 
-/// How many clones turn themselves off. A kernel waits a second before it does.
+/// The number of clones that turn themselves off. A kernel waits a second before it turns the machine off.
 const OFF: usize = 3;
 
 /// Data and line status of the first serial line, and "everything was sent".
@@ -90,7 +90,7 @@ fn program(code: &[u8]) -> Vec<u8> {
     headers.chain(code.iter().copied()).collect()
 }
 
-/// Why a guest has stopped.
+/// The reason why a guest has stopped.
 #[derive(Debug, PartialEq)]
 enum Stop {
     /// It reads its request.
@@ -120,7 +120,7 @@ fn run(guest: &mut Guest, console: &mut String) -> Result<Stop> {
     }
 }
 
-/// Boots the guest until it asks for its request, and ends the instruction with which it does.
+/// Boots the guest until it asks for its request, and completes the instruction by which it asks.
 fn get_ready(kvm: &Kvm, guest: &mut Guest, kernel: &[u8], initrd: &[u8]) -> Result<()> {
     let own = [
         ("first", 0o100_755, FIRST.as_bytes()),
@@ -138,7 +138,7 @@ fn get_ready(kvm: &Kvm, guest: &mut Guest, kernel: &[u8], initrd: &[u8]) -> Resu
     }
 }
 
-/// What one clone has cost, from the beginning on.
+/// The cost of one clone, from its creation on.
 #[derive(Default)]
 struct Times {
     /// Until it was made, had executed one instruction, and had printed its line.
@@ -147,7 +147,7 @@ struct Times {
     line: Duration,
 }
 
-/// Makes a clone, and has it do `request`. Returns it when it has printed its line.
+/// Makes a clone, and lets it carry out `request`. Returns the clone after it has printed its line.
 fn serve(template: &Template, request: u32, times: &mut Times) -> Result<Guest> {
     let begin = Instant::now();
     let mut guest = template.clone_guest()?;

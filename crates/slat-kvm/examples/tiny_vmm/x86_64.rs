@@ -17,7 +17,7 @@ pub const CODE_BYTES: &[u8] = &[
 /// The address of the code.
 pub const CODE: u64 = 0x1000;
 
-/// What the VMM says of this guest.
+/// The message of the VMM about this guest.
 #[cfg(test)]
 pub const LOG: &[&str] = &[
     "in  port 0x10",

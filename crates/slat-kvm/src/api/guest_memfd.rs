@@ -9,9 +9,9 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Guest memory that is a file (a guest_memfd). kvm-ioctls has only the raw descriptor, to which clients apply the
-/// system call `fallocate`. In slat, clients call the method [`fallocate`](Self::fallocate) instead. Dropping this
-/// value releases the memory.
+/// Guest memory that is a file (a guest_memfd). With kvm-ioctls, clients only have a raw descriptor, and use the system
+/// call `fallocate` on it. In slat, clients call the method [`fallocate`](Self::fallocate) instead. Dropping this value
+/// releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,

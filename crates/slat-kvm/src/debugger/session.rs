@@ -10,12 +10,12 @@ use slat_process::wait;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a request is repeated while another call holds the vCPU's lock.
+/// The time for which a request is repeated while another call holds the vCPU's lock.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The time between two attempts of a request.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
-/// What a held vCPU does next.
+/// The next action of a held vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Go {
     /// The vCPU continues.
@@ -26,10 +26,10 @@ pub(crate) enum Go {
     Nowhere,
 }
 
-/// Why all vCPUs are held.
+/// The reason why all vCPUs are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The debugger has asked to hold the vCPUs.
+    /// The debugger has requested that the vCPUs are held.
     Asked,
     /// A vCPU has hit a probe.
     Hit(u32, ProbeHit),

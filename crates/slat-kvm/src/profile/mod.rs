@@ -61,7 +61,7 @@ struct Inbox {
     end: End,
 }
 
-/// How far the last write at the end of the process has got.
+/// The progress of the last write, at the end of the process.
 #[derive(Default, PartialEq, Eq)]
 enum End {
     #[default]

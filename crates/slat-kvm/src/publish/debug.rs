@@ -55,7 +55,7 @@ pub const DEBUG: &str = "debug";
 /// The greatest number of bytes of memory in one request.
 pub const MOST_BYTES: usize = 1024;
 
-/// How often the conversation's thread checks for input from the reader while it waits for vCPUs.
+/// The interval at which the conversation's thread checks for input from the reader while it waits for vCPUs.
 const LOOKS_EVERY: Duration = Duration::from_millis(10);
 
 /// The longest line of a reader: a line with all probes.

@@ -18,7 +18,8 @@ use std::path::PathBuf;
 /// may keep its library in a directory of that name, which all users may read.
 const SUBDIRECTORY: &str = "slat-stat";
 
-/// How long the thread waits for a reader: for the reader's request, and for each part of the answer to be received.
+/// The longest time that the thread waits for a reader: for the reader's request, and for each part of the answer to be
+/// received.
 const PATIENCE: libc::timeval = libc::timeval {
     tv_sec: 2,
     tv_usec: 0,

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often the observer reads the `schedstat` of threads that run vCPUs.
+/// The interval at which the observer reads the `schedstat` of threads that run vCPUs.
 const PERIOD: Duration = Duration::from_millis(10);
 /// If a vCPU did not run for this long, it waits for a new reading before it runs again.
 const PAUSE: Duration = Duration::from_micros(100);
@@ -141,7 +141,7 @@ pub(crate) struct StealTime {
     thread: Option<Shared<Thread>>,
     /// The reading of `thread` up to which the guest's steal time counts; `None` before the first reading.
     told: Option<u64>,
-    /// When the vCPU stopped running.
+    /// The time at which the vCPU stopped running.
     left: Option<Instant>,
 }
 

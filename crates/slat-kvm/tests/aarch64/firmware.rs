@@ -1,4 +1,4 @@
-//! What a guest's calls of the firmware do, and what a client chooses about them.
+//! A guest's calls of the firmware, and the client's settings for them.
 
 use super::guests::{CODE, Guest, PC, X0, code, get, set};
 use kvm_bindings::*;

@@ -151,7 +151,7 @@ global_asm!(
     .balign 4
     .globl slat_test_two
 slat_test_two:
-    // CPU_ON of vCPU 1, at `1:` with 5 as its argument. Then waits for its word.
+    // Starts vCPU 1 by CPU_ON, at the label `1:` with 5 as its argument. Then waits until vCPU 1 has stored its word.
     movz x0, #0xc400, lsl #16
     add x0, x0, #3
     mov x1, #1

@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
-/// How long a test waits for an expected event: much longer than the event takes on a busy machine.
+/// The time for which a test waits for an expected event: much longer than the event takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The address of the counts: for each vector, how often its handler has run.
@@ -226,7 +226,7 @@ impl Vcpu {
     }
 }
 
-/// A machine whose vCPUs do not run yet. Each will begin with its program.
+/// A machine whose vCPUs do not run yet. Each vCPU will run its own program.
 pub struct Machine {
     pub vm: Object,
     _fd: OwnedFd,

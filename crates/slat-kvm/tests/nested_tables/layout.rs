@@ -135,8 +135,8 @@ impl Random {
         let target = match is_guests != self.one_in(30) {
             // The entry has an address of the nested guest's memory. The guest's tables may be anywhere in this memory.
             true => self.address(),
-            // Most entries refer to a suitable page: the nested tables of each level refer to tables of the next
-            // lower level, and the lowest ones to the guest's pages.
+            // Most entries refer to a suitable page: an entry of a nested table refers to a table of the next lower
+            // level, and an entry of the lowest level refers to a page of the guest.
             false => {
                 let (from, to) = match page {
                     _ if self.one_in(30) => (0, POOL_PAGES + 2),

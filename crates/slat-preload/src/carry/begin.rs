@@ -21,7 +21,7 @@ use slat_process::gate;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The bytes of the kernel's signal set.
+/// The size of the kernel's signal set, in bytes.
 const SET_BYTES: usize = 8;
 /// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`; Arm's is the same.
 const SA_RESTORER: usize = 0x0400_0000;

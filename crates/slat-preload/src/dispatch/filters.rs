@@ -83,8 +83,8 @@ pub fn judged(call: &Made) -> Option<isize> {
     Some(answer)
 }
 
-/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all. Calls `install` with the address of a
-/// filter that also allows calls from `range`. Returns the kernel's result.
+/// Installs a filter, a `sock_fprog` at `program`, for this thread or for all threads. Calls `install` with the address
+/// of a filter that also allows calls from `range`. Returns the kernel's result.
 pub fn install(
     range: &Range<usize>,
     program: usize,

@@ -132,7 +132,7 @@ pub struct Rule {
     pub controllers: Controllers,
     /// Whether the guest has CPUID leaves.
     pub cpuid: bool,
-    /// The argument of the request, with its other fields.
+    /// The argument of the request, before [`with`](Self::with) and the value of the field are applied.
     pub argument: Argument,
     /// Sets the other fields that the rule depends on, in the bytes of the argument.
     pub with: fn(&mut [u8]),

@@ -1,5 +1,5 @@
-//! What depends on the architecture: the cycle counter, and the tracepoints that only guests of this architecture have.
-//! Each architecture has a file.
+//! The parts that depend on the architecture: the cycle counter, and the tracepoints that only guests of this
+//! architecture have. Each architecture has a file.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

@@ -105,7 +105,7 @@ fn are_beside(calls: Unrelated, operation: Operation) -> bool {
     calls != Unrelated::Fault || matches!(operation, Operation::Nothing | Operation::Age)
 }
 
-/// How much is measured.
+/// The amount of work that is measured.
 #[derive(Clone, Copy)]
 struct Plan {
     /// The number of operations: exactly this many without calls, and at least this many with calls.

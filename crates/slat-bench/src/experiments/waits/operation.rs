@@ -167,7 +167,7 @@ impl Subject {
         &self.vm
     }
 
-    /// Sets up the slot for the operation, whatever state the previous operation has left.
+    /// Sets up the slot for the operation. The previous operation may have left any state.
     ///
     /// # Errors
     /// The engine's errors. It is also an error if the slot is not mapped as it should be.

@@ -71,8 +71,8 @@ pub(super) struct Beside<R> {
     pub(super) result: R,
     /// The time that the operation took.
     pub(super) time: Duration,
-    /// How long other programs had the processor of one of the threads. The threads never sleep, so this is their
-    /// wall time less their processor time.
+    /// The time for which other programs had the processor of one of the threads. The threads never sleep, so this is
+    /// their wall time less their processor time.
     pub(super) lost: Duration,
 }
 

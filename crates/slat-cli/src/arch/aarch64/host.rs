@@ -32,7 +32,8 @@ pub fn dispatch() -> &'static str {
     "yes: the instructions by which a program makes system calls of its own are rewritten when it begins"
 }
 
-/// Returns what slat needs to load programs and this host lacks. Here nothing is lacking: `None`.
+/// Returns the name of a host feature that slat needs for loading programs, and that is missing. On arm64 nothing is
+/// missing: `None`.
 pub fn missing_for_loading() -> Option<&'static str> {
     None
 }

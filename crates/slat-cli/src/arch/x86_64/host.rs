@@ -23,7 +23,8 @@ pub fn fact() -> (&'static str, String) {
     ("VMX or SVM", virtualization())
 }
 
-/// Returns what slat needs to load programs and this host lacks; `None` if nothing is lacking.
+/// Returns the name of a host feature that slat needs for loading programs, and that is missing; `None` if nothing is
+/// missing.
 pub fn missing_for_loading() -> Option<&'static str> {
     let has_all = is_dispatched() && can_be_separate();
     (!has_all).then_some("dispatch, and FSGSBASE (Linux 5.9)")
@@ -38,8 +39,8 @@ fn nested_guests() -> String {
     format!("SVM with nested paging (QEMU: -cpu {model})")
 }
 
-/// Returns what CPUID on this processor says about virtualization. slat cannot change the result of CPUID for a
-/// program.
+/// Returns the virtualization feature that CPUID reports on this processor. slat cannot change the result of CPUID for
+/// a program.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;

@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// exists.
 ///
 /// # Errors
-/// If memory has a wrong value, the log has a wrong page, and KVM's errors.
+/// A wrong value in memory, a wrong page in the log, and KVM's errors.
 pub fn run<T>(
     kvm: &Kvm,
     format: &str,
@@ -195,7 +195,8 @@ fn lose<'m>(vm: &Vm<'m>, spare: Slot<'m>, account: &mut Account) -> Result<(), F
         };
         let changed = change();
         stop.store(true, Ordering::Relaxed);
-        // Report a thread's own error first: the change has only seen its consequences.
+        // A thread's own error is reported first, because the memslot change has only seen the consequences of that
+        // error.
         threads.join().expect("no access panics")?;
         changed
     })?;

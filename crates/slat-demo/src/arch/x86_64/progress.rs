@@ -1,4 +1,4 @@
-//! Says on standard error what the guest is doing, when the program takes longer than a second.
+//! If the program takes longer than a second, prints on standard error what the guest is doing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -26,7 +26,7 @@ impl Progress {
         self.0[vcpu].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Runs `work`. Says what the slowest vCPU does after 1 s, 2 s, 4 s and so on.
+    /// Runs `work`. Prints after 1 s, 2 s, 4 s and so on what the slowest vCPU is doing.
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         let (end, ended) = mpsc::channel::<()>();
         thread::scope(|scope| {

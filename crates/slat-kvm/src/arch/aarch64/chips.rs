@@ -239,7 +239,7 @@ impl Chips {
     /// Creates the GIC. The VM has `vcpus` vCPUs.
     ///
     /// # Errors
-    /// `EEXIST` when there is a GIC, `E2BIG` when the model cannot have so many vCPUs.
+    /// `EEXIST` when there is a GIC, `E2BIG` when the model cannot have `vcpus` vCPUs.
     pub(crate) fn create_gic(&self, model: Model, vcpus: usize) -> Result<()> {
         self.change(|parts| {
             if parts.device.is_some() {

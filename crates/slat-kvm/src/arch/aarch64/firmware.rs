@@ -65,7 +65,7 @@ pub(crate) fn set(vm: &VmState, register: u16, value: u64) -> Result<()> {
     }
 }
 
-/// What the run loop does after a call of the firmware.
+/// The next step of the run loop after a call of the firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// The guest continues with these values in X0 to X3.
@@ -109,7 +109,7 @@ const CALL64: u32 = 1 << 30;
 
 /// SMCCC 1.1.
 const SMCCC_1_1: u64 = 0x1_0001;
-/// What SMCCC_ARCH_FEATURES says of a workaround that the processor does not need.
+/// The result of SMCCC_ARCH_FEATURES for a workaround that the processor does not need.
 const NOT_REQUIRED: u64 = 1;
 
 impl VmObject {
@@ -138,7 +138,7 @@ impl VmObject {
         }
     }
 
-    /// Returns what SMCCC_ARCH_FEATURES says of a function.
+    /// Returns the result of SMCCC_ARCH_FEATURES for a function.
     fn architecture_feature(&self, number: u32) -> u64 {
         let has_stolen_time = || self.arch.settings().has_service(HYPERVISOR, STOLEN_TIME);
         match number {

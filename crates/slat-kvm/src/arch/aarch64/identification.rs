@@ -69,16 +69,16 @@ const WRITABLE: [Writable; 14] = [
     writable(7, 3, 0x0000_0000_000f_0fff),
 ];
 
-/// How two values of a field compare.
+/// The rule by which two values of a field are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// The lesser unsigned number promises less.
+    /// The lesser unsigned number means fewer features.
     Unsigned,
-    /// The lesser signed number promises less: -1 says that there is nothing.
+    /// The lesser signed number means fewer features; -1 means that the feature is absent.
     Signed,
-    /// The greater unsigned number promises less.
+    /// The greater unsigned number means fewer features.
     Reversed,
-    /// 1 says that there is nothing. No other number promises less than another one.
+    /// 1 means that the feature is absent. No other number means fewer features than another one.
     Granule,
 }
 

@@ -21,7 +21,8 @@ use slat::{Attention, Shared};
 use slat_a64::{Invalidation, Right, Stage2, Stop, Syndrome};
 use std::sync::atomic::Ordering;
 
-/// How often a vCPU yields before it interrupts the others, which have to drop what it has invalidated.
+/// The number of times that a vCPU yields before it interrupts the other vCPUs, which have to drop the translations
+/// that it has invalidated.
 const PATIENCE: u32 = 1000;
 
 impl VcpuObject {
@@ -186,7 +187,7 @@ impl VcpuObject {
         let mut has_others = false;
         for vcpu in vcpus.read().iter().filter(|vcpu| vcpu.id != id) {
             vcpu.arch.invalidated.add(invalidation);
-            // A vCPU that sleeps need not wake for this: it takes the bit before it executes.
+            // A vCPU that sleeps need not wake for this. It sees the request bit before it executes.
             vcpu.attention.raise(bits::GUEST_FLUSH);
             has_others = true;
         }
@@ -198,7 +199,7 @@ impl VcpuObject {
         };
         inner.machine.outside(|machine| {
             for _ in 0..PATIENCE {
-                // A vCPU that executes nothing takes the bit before its next instruction.
+                // A vCPU that does not execute now sees the request bit before its next instruction.
                 let is_used = |vcpu: &Shared<VcpuCommon>| {
                     vcpu.id != id && vcpu.client.is_executing() && is_due(&vcpu.attention)
                 };

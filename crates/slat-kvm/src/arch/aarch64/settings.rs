@@ -7,7 +7,7 @@ use crate::heap;
 use kvm_bindings::*;
 use std::ops::RangeInclusive;
 
-/// What happens to a guest's call of the firmware (SMCCC).
+/// The treatment of a guest's call of the firmware (SMCCC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// The firmware carries it out.
@@ -50,7 +50,7 @@ const SERVICES: [u64; SERVICE_REGISTERS] = [
     PROCESSORS,
 ];
 
-/// What the client has chosen for a VM: the filter of firmware calls, the services, and the registers that identify the
+/// The client's choices for a VM: the filter of firmware calls, the services, and the registers that identify the
 /// processor.
 #[derive(Debug)]
 pub(crate) struct Settings {

@@ -1,4 +1,5 @@
-//! How other threads interrupt a vCPU: by its local APIC, and by events that stay pending until the vCPU accepts them.
+//! The interrupts that other threads send to a vCPU: by its local APIC, and by events that stay pending until the vCPU
+//! accepts them.
 
 use crate::vcpu_common::VcpuCommon;
 use slat_irqchip::lapic::{Lapic, Request};

@@ -180,7 +180,7 @@ mod tests {
         [flags & FLAGS, words[0], words[1], words[2]]
     }
 
-    /// The arguments that `inner` got, and the state that it found.
+    /// The arguments with which `inner` was called, and the processor state at its entry.
     type Found = ([u64; 7], [u64; 4]);
 
     extern "C-unwind" fn inner(

@@ -96,8 +96,8 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_vcpu_events, flags),
-        // The flags for pending NMI, SIPI vector, interrupt shadow and SMM; not the flags for payload and triple fault,
-        // whose capabilities are not enabled.
+        // The flags for pending NMI, SIPI vector, interrupt shadow and SMM. The flags for payload and triple fault are
+        // absent, because their capabilities are not enabled.
         values: Values::Bits(0xf),
         ..events("flags that exist and are enabled")
     },

@@ -132,7 +132,7 @@ impl VmObject {
         let found = vcpus
             .iter()
             .filter(|vcpu| vcpu.arch.affinity() & mask == affinity & mask);
-        // One vCPU that is on makes the group be on.
+        // The group is on if one of its vCPUs is on.
         let states = found.map(|vcpu| if vcpu.arch.is_on() { ON } else { OFF });
         states.min().unwrap_or(INVALID_PARAMETERS)
     }

@@ -33,7 +33,8 @@ const KVM_UID: [u64; 4] = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
 /// The counter of which a guest asks the host's clock: the virtual or the physical one.
 const VIRTUAL_COUNTER: u64 = 0;
 const PHYSICAL_COUNTER: u64 = 1;
-/// How often the clock is read between two readings of the counter. The best reading counts.
+/// The number of times that the clock is read, each time between two readings of the counter. The most exact reading
+/// counts.
 const CLOCK_READINGS: usize = 3;
 
 /// Returns the service of a function, as a register of services and a bit.

@@ -7,7 +7,7 @@ pub(crate) mod vm;
 
 use crate::errno::Result;
 
-/// What a request returns; `None` if arm64 does not have the request.
+/// The result of a request; `None` if arm64 does not have the request.
 type Answer = Result<Option<i32>>;
 
 /// Success without a value.

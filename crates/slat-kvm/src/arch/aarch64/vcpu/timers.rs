@@ -6,7 +6,7 @@ use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use slat_gic::interrupt::{PRIVATE, SGIS};
 
-/// Returns the place of a timer that an attribute names.
+/// Returns the index of the timer that an attribute names.
 ///
 /// # Errors
 /// `ENXIO` for a timer that does not exist.

@@ -26,9 +26,9 @@ const HYPERVISOR: u32 = 1 << 31;
 const HYPERVISOR_TIMING: u32 = 0x4000_0010;
 /// The TSC leaf. The TSC's frequency is ECX (Hz of the crystal) times EBX / EAX.
 const TSC_LEAF: u32 = 0x15;
-/// How often a reading for a measurement is repeated to find the most exact one.
+/// The number of times that a reading for a measurement is repeated to find the most exact one.
 const MANY: u32 = 32;
-/// How often a reading for a client is repeated to find the most exact one.
+/// The number of times that a reading for a client is repeated to find the most exact one.
 const FEW: u32 = 4;
 /// The distance of a measurement's two readings, in multiples of the time that a reading takes. If a reading takes 40
 /// ns, the distance is about 16 ms.

@@ -245,7 +245,7 @@ pub(super) fn slat_access(access: Access) -> slat::Access {
 /// is needed because the guest may also execute the page of a table.
 struct Words<'a>(&'a CodePages);
 
-/// Why a walk has to begin again.
+/// The reason why a walk has to begin again.
 enum Again {
     /// The host memory at this address is not accessible.
     Gone(*mut u8),

@@ -99,7 +99,7 @@ impl VcpuMachine {
         let (Some(before), Some(version)) = words else {
             return;
         };
-        // The version is odd while the other fields change, so that readers try again.
+        // The version is odd while the other fields change. A reader that finds an odd version reads again.
         let odd = (version as u32).wrapping_add(1) | 1;
         if self.write_guest(address + VERSION, &odd.to_le_bytes())
             && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())

@@ -29,7 +29,7 @@ const GSI: u32 = 24;
 const PAUSE: Duration = Duration::from_micros(100);
 /// A time-out that is longer than any interrupt takes, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long the guest's clock is compared with the host's.
+/// The time for which the guest's clock is compared with the host's.
 const COMPARISON: Duration = Duration::from_millis(20);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {

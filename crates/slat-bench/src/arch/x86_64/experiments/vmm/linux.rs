@@ -23,7 +23,7 @@ const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
 const TCG: &str = "tcg";
 
-/// How long to wait after the boot, while the guest is still busy.
+/// The time to wait after the boot, while the guest is still busy.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {

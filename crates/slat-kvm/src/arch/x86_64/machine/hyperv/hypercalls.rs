@@ -22,7 +22,7 @@ const RSI: usize = 6;
 const RDI: usize = 7;
 const R8: usize = 8;
 
-/// Why the parameters of a call cannot be read.
+/// The reason why the parameters of a call cannot be read.
 enum Failure {
     Status(Status),
     /// A signal or a full dirty ring has interrupted the access to guest memory.
