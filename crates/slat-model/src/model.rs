@@ -170,7 +170,7 @@ pub enum Method {
     Buffers,
 }
 
-/// How the slots log whose dirty logging starts from now on.
+/// The logging method of slots whose dirty logging starts from now on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
     /// Logs write to rings, and have no bitmap.

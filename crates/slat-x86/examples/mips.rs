@@ -30,7 +30,7 @@ fn string(rep: &[u8; 2], count: u32) -> Vec<u8> {
 }
 
 fn main() {
-    // What each loop does, and its code. RCX counts, RSI points to data, the end is HLT.
+    // The name of each loop, and its code. RCX counts, RSI points to data, the end is HLT.
     let loops: &[(&str, &[u8], u64)] = &[
         // add rax,rcx; xor rdx,rax; lea rbx,[rbx+rdx*2]; shr rdx,3; sub rcx,1; jnz
         (

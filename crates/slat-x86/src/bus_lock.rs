@@ -20,7 +20,7 @@ impl BusLock {
         self.passes = self.rip.take() == Some(rip);
     }
 
-    /// Call when a run that began at `began` ends at `rip`, with `exit`.
+    /// Call at the end of a run. The run began at the address `began`, and ended at `rip` with the exit `exit`.
     pub(crate) fn end_run(&mut self, began: u64, rip: u64, exit: &Exit) {
         if *exit == Exit::BusLock && self.when == BusLocks::ExitBefore {
             self.rip = Some(rip);

@@ -47,7 +47,7 @@ unsafe impl Zeroed for Targets {}
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped: a [`Step`](crate::region::Step).
     pub(crate) step: *const (),
-    /// Why an instruction ended.
+    /// The reason why an instruction ended.
     pub(crate) why: Break,
     /// The RIP set by an instruction that ended with [`Break::Jump`].
     pub(crate) rip: u64,

@@ -102,7 +102,8 @@ impl Output {
 /// The accesses to devices that are in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// The number of reads for which the current execution of the instruction has used data.
+    /// The number of the instruction's reads that its current execution has made so far, with data that the client has
+    /// provided.
     pub(crate) taken: usize,
     /// The read for whose data the last run ended.
     pub(crate) asked: Option<Fragment>,
@@ -163,7 +164,7 @@ pub(crate) struct Port {
     pub(crate) answered: bool,
 }
 
-/// How a port access is finished.
+/// The way in which a port access is finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
     In,

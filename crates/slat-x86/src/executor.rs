@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Executor {
     pub(crate) cpu: Cpu,
     pub(crate) blocks: Blocks,
-    /// The unfinished instruction for whose MMIO reads the caller has provided data, if there is one.
+    /// The unfinished instruction, if the caller has provided data for its MMIO reads.
     pub(crate) reader: Option<Reader>,
     #[cfg(feature = "jit")]
     pub(crate) client: Option<Client>,

@@ -1,6 +1,6 @@
-//! How an instruction ends.
+//! The end of an instruction.
 
-/// How an instruction has ended, if execution does not simply continue with the next instruction.
+/// The end of an instruction, if execution does not simply continue with the next instruction.
 ///
 /// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
 /// nothing.

@@ -221,7 +221,7 @@ impl Executor {
             blocks: heap::vec(BLOCKS)?,
         };
         let mut bytes = 0;
-        // There is one first block, and each block has at most two successors.
+        // A region has one first block, and each block has at most two successors.
         let mut wanted = heap::vec(1 + 2 * BLOCKS)?;
         wanted.push(block.key.rip);
         let mut next = 0;

@@ -11,7 +11,7 @@ use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic};
 
-/// How the instructions with one mnemonic are lowered.
+/// The lowering of the instructions with one mnemonic.
 #[derive(Clone, Copy)]
 enum Lowering {
     General(Lower),

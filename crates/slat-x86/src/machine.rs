@@ -124,8 +124,8 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is refused. The machine refuses accesses; the CPU refuses accesses to MSRs that the CPU itself
-/// holds.
+/// The reason why RDMSR or WRMSR is refused. The machine refuses accesses; the CPU refuses accesses to MSRs that the
+/// CPU itself holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -331,7 +331,7 @@ pub enum ProbeHit {
     Step,
 }
 
-/// Why a run ended.
+/// The reason why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// A port access. RIP is still the address of the instruction. The caller must call
@@ -370,7 +370,7 @@ pub enum Exit {
         index: u32,
         /// The value that WRMSR writes; `None` for RDMSR.
         value: Option<u64>,
-        /// Why the access was refused.
+        /// The reason why the access was refused.
         why: MsrFault,
     },
     /// The delivery of an interrupt or exception accessed an address without memory. The delivery has had no effect,

@@ -50,7 +50,7 @@ macro_rules! family_rows {
 }
 pub(crate) use family_rows;
 
-/// How the linear address of a memory operand is computed.
+/// The computation of a memory operand's linear address.
 pub(crate) mod form {
     /// 64-bit mode, base + displacement, flat segment.
     pub const BASE: u8 = 0;

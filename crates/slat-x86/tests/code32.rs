@@ -1,5 +1,5 @@
-//! Compiled code of 32 bits does what the interpreter does. The tests are random instructions in a segment of 4 GiB,
-//! with a base and sometimes a limit in FS and GS, and with accesses up to the last byte below 4 GiB.
+//! Compiled code of 32 bits has the same results as the interpreter. The tests are random instructions in a segment of
+//! 4 GiB, with a base and sometimes a limit in FS and GS, and with accesses up to the last byte below 4 GiB.
 #![cfg(feature = "jit")]
 
 mod common;

@@ -22,7 +22,7 @@ use plain_memory::PlainMemory;
 use relocate::relocate;
 use slat::{Config, Ept, Gpa, Hva, PAGE_SIZE, Region, Stop, Vm};
 
-/// Where guest memory begins, and how many pages it has.
+/// The address at which guest memory begins, and the number of its pages.
 const RAM: Gpa = Gpa(0x10_0000);
 const PAGES: u64 = 256;
 
@@ -49,7 +49,7 @@ fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     let faults = cpu.stats().since(&before).pf_taken;
     writeln!(out, "load {RAM}: {value:#x}, {faults} faults")?;
 
-    // Where there is no memslot, the client emulates a device.
+    // At an address without a memslot, the client emulates a device.
     let device = Gpa(0xfee0_0000);
     match cpu.load(device) {
         Err(Stop::Mmio { gpa }) => writeln!(out, "load {gpa}: no memslot, a device")?,

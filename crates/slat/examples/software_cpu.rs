@@ -1,4 +1,4 @@
-//! A software CPU with a TLB: its loop, and what it does when the host or the guest changes a mapping. Also shows how a
+//! A software CPU with a TLB: its loop, and its reaction when the host or the guest changes a mapping. Also shows how a
 //! client uses policies, a dirty ring and private memory.
 //!
 //! `docs/hypervisor.md` of the repository explains it. Run it: `cargo run -p slat --example software_cpu`.
@@ -317,7 +317,8 @@ impl VirtualCpu {
             };
             word.store(value, Relaxed);
             if let Some(table) = page.tracked {
-                // The page holds a page table of the guest: the engine zaps what it has made of the old table entry.
+                // The page holds a page table of the guest: the engine zaps its entries that came from the old table
+                // entry.
                 let gpa = Gpa(table.0 + gva % PAGE_SIZE);
                 if vcpu.stored(gpa, 8) {
                     tlb.clear();

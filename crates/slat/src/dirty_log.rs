@@ -9,7 +9,7 @@ use crate::format::{Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::sync::FairLock;
 
-/// How a slot's log detects writes, and where it notes them.
+/// The method by which a slot's log detects writes, and the place where it notes them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogKind {
     /// Write faults detect the writes, and a bitmap notes the pages.

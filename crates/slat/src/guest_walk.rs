@@ -141,7 +141,7 @@ impl GuestPaging {
 
 /// The guest memory that a walk accesses.
 pub trait GuestTables {
-    /// Why guest memory cannot be accessed now.
+    /// The reason why guest memory cannot be accessed now.
     type Error;
     /// Reads the entry of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
     ///
@@ -178,7 +178,7 @@ pub struct GuestPage {
     pub global: bool,
 }
 
-/// Why there is no translation.
+/// The reason why there is no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WalkError<E> {
     /// The guest gets #PF with this error code.

@@ -123,7 +123,8 @@ impl<T> Deref for Shared<T> {
 
 impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
-        // Relaxed: the new owner sees what the owner from which it is copied sees, so it need not synchronize.
+        // Relaxed: the new owner is copied from an existing owner, and sees the same memory, so it need not
+        // synchronize.
         let owners = self.counted().owners.fetch_add(1, Relaxed);
         assert!(owners < usize::MAX / 2, "owners are leaked without end");
         Shared(self.0)

@@ -15,7 +15,7 @@ use crate::table::{
     Path, Reached, Retry, Root, Show, Split, TableFrames, Tree, Visit, Walk,
 };
 
-/// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
+/// The MMU that makes the tables of a VM ([`Config::mmu`](crate::Config)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MmuKind {

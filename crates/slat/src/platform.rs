@@ -39,7 +39,7 @@ pub struct HostPage {
     pub writable: bool,
     /// Whether the guest may execute. Only write-back memory can be executed.
     pub execute: bool,
-    /// How the page is cached.
+    /// The cache type of the page.
     pub memory: MemoryType,
 }
 
@@ -164,7 +164,7 @@ pub struct ZappedLeaf {
     pub dirty: bool,
 }
 
-/// Why a backing page cannot be resolved.
+/// The reason why a backing page cannot be resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResolveError {
     /// Nothing is mapped at this backing address, or not with the requested rights.
@@ -193,7 +193,7 @@ impl fmt::Display for ResolveError {
 
 impl core::error::Error for ResolveError {}
 
-/// Why a VM was not cloned ([`Vm::fork_from`](crate::Vm::fork_from)).
+/// The reason why a VM was not cloned ([`Vm::fork_from`](crate::Vm::fork_from)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkError {

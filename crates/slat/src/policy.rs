@@ -1,6 +1,6 @@
 //! Policies: the mechanisms that a VM uses, and their parameters. A policy that KVM has, too, has the name of KVM's
-//! module parameter. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy, also of a running VM, and applies to
-//! what the VM does from then on.
+//! module parameter. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy, also of a running VM. It applies to all
+//! later operations of the VM.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -227,7 +227,7 @@ words! {
 }
 
 words! {
-    /// How writes to logged slots are detected.
+    /// The method by which writes to logged slots are detected.
     DirtyLogMethod, "write-protect, dirty-bit, buffer":
     /// A page is write-protected until a write to it was noted.
     WriteProtect = "write-protect",
@@ -321,7 +321,7 @@ impl Value for u32 {
     }
 }
 
-/// How far a fault prefetches.
+/// The range of pages that a fault prefetches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefetch {
     /// A fault maps only its own page.
@@ -400,7 +400,7 @@ impl AtomicPolicy {
     }
 }
 
-/// Why the words of a command line are not a valid [`Setting`].
+/// The reason why the words of a command line are not a valid [`Setting`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyError {

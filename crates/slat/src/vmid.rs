@@ -98,7 +98,7 @@ impl fmt::Debug for Vmid {
     }
 }
 
-/// Why a [`VmidAllocator`] cannot be created.
+/// The reason why a [`VmidAllocator`] cannot be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmidError {
     /// There are at most as many numbers as CPUs. Such a machine must flush whenever a CPU enters another VM than

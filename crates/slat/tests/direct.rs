@@ -170,8 +170,8 @@ fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
     vm.audit().unwrap();
 }
 
-/// Makes a VM in which a leaf of 1 GiB maps all memory, and an old table with a leaf for page 700 still exists, to
-/// which no entry refers: the tables above it were recycled.
+/// Makes a VM in which a leaf of 1 GiB maps all memory. An old table with a leaf for page 700 still exists, but no
+/// entry refers to the table, because the tables above it were recycled.
 fn with_a_table_left_over() -> Arc<TestVm> {
     let vm = vm(GIB1, Level::GIGA);
     let set = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());

@@ -116,8 +116,8 @@ fn a_slot_change_waits_for_no_harvest_that_came_after_it() {
         .expect("it ends, and in time");
     println!("logs taken while a change waited: {overtaken:?}");
     assert!(!overtaken.is_empty(), "no change had to wait");
-    // Each of the other threads may have been before the change in the queue once, and may not yet have counted the log
-    // that it took before that.
+    // Each of the other threads may have been ahead of the change in the queue once. In addition, it may not yet have
+    // counted the log that it took before.
     let worst = overtaken.into_iter().max().unwrap();
     assert!(worst <= 2 * HARVESTERS, "{worst} harvests went before");
 }

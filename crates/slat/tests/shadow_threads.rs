@@ -1,6 +1,6 @@
 //! Two CPUs of a guest with the shadow MMU. One changes the guest's tables, and flushes as the manual requires. The
-//! other uses the tables meanwhile, and the host replaces pages. After its own flush, the first CPU must find what it
-//! has stored, whatever faults of the other CPU were in progress.
+//! other uses the tables meanwhile, and the host replaces pages. After its own flush, the first CPU must find the
+//! mappings that it has stored, even if faults of the other CPU were in progress.
 
 #[path = "common/guest.rs"]
 mod guest;

@@ -131,8 +131,7 @@ fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
 }
 
 /// A log is harvested. After the harvest's first step, `first` replaces slot 0, and then `second` is created and the
-/// guest writes to it. The log of `second` must contain all these writes, whatever the remaining steps of the harvest
-/// do.
+/// guest writes to it. The log of `second` must contain all these writes after the remaining steps of the harvest, too.
 fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) {
     const QUEUED: u32 = 2;
     const WRITING: u32 = 3;

@@ -53,7 +53,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Tab
     }
 }
 
-/// One program: its tables, and the parts that cannot be generic.
+/// One test program: the format of its tables, and the code that depends on the format.
 pub trait Monitor: Send + Sync + 'static {
     /// The name of the machine ([`Machine::NAME`]).
     const NAME: &'static str;

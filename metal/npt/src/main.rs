@@ -76,7 +76,7 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
             Exit::Fault { gpa, access, .. } => match vcpu.hardware_fault(gpa, access) {
                 // The tables allow the access now: the same instruction again.
                 Ok(()) => {}
-                // There is no memory: a device. This one forgets what is stored, and reads as 0.
+                // At an address without memory there is a device. This device ignores stores, and reads as 0.
                 Err(Stop::Mmio { .. }) => {
                     device_accesses += 1;
                     cpu.complete_mmio(0);

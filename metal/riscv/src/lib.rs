@@ -44,7 +44,7 @@ impl<const LEVELS: u8> Tables for GStage<LEVELS> {
     }
 }
 
-/// One program: its tables, and the parts that cannot be generic.
+/// One test program: the format of its tables, and the code that depends on the format.
 pub trait Monitor: Send + Sync + 'static {
     /// The name of the machine ([`Machine::NAME`]).
     const NAME: &'static str;

@@ -45,7 +45,7 @@ impl GuestFailure {
         &self.0.why
     }
 
-    /// Returns the number of operations that remain of the run.
+    /// Returns the number of operations in the shortened run.
     pub fn ops(&self) -> usize {
         self.0.ops.len()
     }

@@ -1,5 +1,5 @@
-//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, and what its sensitive instructions do.
-//! CR4.VME and CR4.PVI enable extensions in which VIF replaces IF.
+//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): its entry, and its sensitive instructions. CR4.VME and CR4.PVI
+//! enable extensions in which VIF replaces IF.
 //!
 //! Events leave the mode in [`Cpu::deliver_protected`](crate::interrupt).
 
@@ -134,8 +134,8 @@ impl Cpu {
         Err(Break::Jump)
     }
 
-    /// Decides what INT `vector` does in virtual-8086 mode. Returns `true` if it calls the program's own handler, by
-    /// the table at linear address 0. Raises #GP(0) if the monitor has to emulate it.
+    /// Decides how INT `vector` is executed in virtual-8086 mode. Returns `true` if it calls the program's own handler,
+    /// by the table at linear address 0. Raises #GP(0) if the monitor has to emulate it.
     pub(crate) fn redirects(&mut self, vector: u8) -> Result<bool, Break> {
         if !self.virtual_8086() {
             return Ok(false);

@@ -29,7 +29,7 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        // The result is computed by two subtractions, of which at most one can borrow.
+        // The code subtracts twice. At most one of the two subtractions has a borrow.
         let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
         let (result, second) = (c.sub(part, more), c.is_less(part, more));

@@ -132,8 +132,8 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// How an instruction sets the arithmetic flags: the operation, with the values from which a flag is computed when it
-/// is read.
+/// The change of the arithmetic flags by an instruction: the operation, with the values from which a flag is computed
+/// when it is read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
     /// The flags do not change. For the compiler, they are the flags of the CPU's record.
@@ -224,7 +224,7 @@ pub(crate) trait Operation: 'static {
     ) -> (C::Value, FlagsOf<C>);
 }
 
-/// How an operation uses the arithmetic flags.
+/// The use of the arithmetic flags by an operation.
 #[cfg(feature = "jit")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FlagUse {

@@ -2,7 +2,7 @@
 
 use super::lanes::Lanes;
 
-/// How a stub, a function that executes one SIMD instruction of the host, is called.
+/// The ways in which a stub is called. A stub is a function that executes one SIMD instruction of the host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// An instruction on integers or bits. MXCSR has no effect.

@@ -5,7 +5,7 @@ use super::forms::Kind;
 use super::{table, vex};
 use iced_x86::{EncodingKind, Instruction, OpKind};
 
-/// How a stub executes an instruction whose operands and result are vectors.
+/// The form of a stub for an instruction whose operands and result are vectors.
 pub(crate) struct Plain {
     /// The address of the stub for 128 bits.
     pub(crate) stub: usize,

@@ -90,7 +90,7 @@ fn world_of(name: u16) -> usize {
     usize::from(name >> PCID_BITS)
 }
 
-/// Which translations of a page to drop.
+/// The translations of a page that are dropped.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
     /// The translations of the current space and the global translations, for INVLPG.

@@ -1,5 +1,5 @@
-//! Compiled code with segments does what the interpreter does, in both tiers: random programs of 16 and 32 bits in real
-//! mode, virtual-8086 mode and protected mode, and programs that tell two code segments apart.
+//! Compiled code with segments has the same results as the interpreter, in both tiers: random programs of 16 and 32
+//! bits in real mode, virtual-8086 mode and protected mode, and programs that tell two code segments apart.
 #![cfg(feature = "jit")]
 
 #[path = "../common/mod.rs"]

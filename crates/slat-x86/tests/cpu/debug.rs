@@ -27,7 +27,7 @@ fn traced(code: &[u8]) -> Guest {
     guest
 }
 
-/// Returns what the handler has logged: return address relative to CODE, DR6, RF.
+/// Returns the handler's log: return address relative to CODE, DR6, RF.
 fn log(guest: &Guest) -> Vec<(u64, u64, bool)> {
     let word = |at| guest.memory().read64(at);
     (LOG..guest.cpu.state.gpr[9])

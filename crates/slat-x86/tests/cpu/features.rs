@@ -397,7 +397,8 @@ fn page_directory_pointers_are_loaded_with_cr3_and_paging_bits_only() {
     guest.cpu.state.gpr[RBX] ^= control::CR4_PGE;
     guest.halt();
     assert_eq!(guest.cpu.state.pdptes[0], 0x9001);
-    // If a present entry has a reserved bit, or there is no memory, the instruction raises #GP and changes nothing.
+    // If a present entry has a reserved bit, or an entry is not in memory, the instruction raises #GP and changes
+    // nothing.
     for entry in [1 | 1 << 1, 1 | 1 << 63, 1 | 1 << 48] {
         let mut guest = pae(code);
         guest.memory().write64(DATA + 16, entry);

@@ -1,5 +1,5 @@
-//! What guests and clients see of the CPU, a module for each subject. All are one program, because linking a program
-//! for each takes longer than running them.
+//! Tests of the CPU by guests and clients, with a module for each subject. All modules are one program, because linking
+//! a program for each module would take longer than running the tests.
 
 #[path = "../common/mod.rs"]
 mod common;

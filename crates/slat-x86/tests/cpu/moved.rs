@@ -1,11 +1,11 @@
 //! Tests one page of code at several linear addresses: mapped twice, or copied. The compiled code for all these
-//! addresses is the same. At each address it does what the interpreter does there.
+//! addresses is the same. At each address it has the same results as the interpreter.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
 use slat_x86::*;
 
-/// What executes the code: the interpreter, or compiled code of a tier.
+/// The means by which the code is executed: the interpreter, or compiled code of a tier.
 const BY: [Option<Tier>; 3] = [None, Some(Tier::Baseline), Some(Tier::Full)];
 
 /// The addresses of the copies of the code. There are other pages around each page of code. The places below are

@@ -68,7 +68,7 @@ fn setting(name: &str, default: u64) -> u64 {
 #[derive(Clone, Copy, Debug)]
 enum Compiled {
     Nothing,
-    /// Each block alone.
+    /// Each block is compiled and run alone.
     Blocks,
     /// All blocks are compiled together, after they have run often.
     Regions,

@@ -49,7 +49,7 @@ enum InSequences {
     Nowhere,
     /// The instruction may only be at the end. The rest of the sequence could read the bytes that differ.
     AtTheEnd,
-    /// The instruction may be anywhere: no sequence has the operands for which the vendors differ.
+    /// The instruction may be anywhere in a sequence, because no sequence has operands for which the vendors differ.
     Anywhere,
 }
 

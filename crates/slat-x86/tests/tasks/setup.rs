@@ -198,7 +198,7 @@ pub fn call(selector: u16) -> Vec<u8> {
 pub const INT_TASK: [u8; 3] = [0xcd, INT, 0xf4];
 pub const IRET: [u8; 2] = [0xcf, 0xf4];
 
-/// A way to switch to another task, and what the switch must do.
+/// A way to switch to another task, and the expected effects of the switch.
 pub struct Way {
     pub name: &'static str,
     pub code: Vec<u8>,

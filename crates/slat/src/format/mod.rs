@@ -57,7 +57,7 @@ pub struct Leaf {
     pub accessed: bool,
     /// The page was written since the bit was last cleared.
     pub dirty: bool,
-    /// How the CPU caches the memory.
+    /// The cache type of the memory.
     pub memory: MemoryType,
     /// The privilege and protection key of accesses.
     pub privilege: Privilege,
@@ -96,7 +96,7 @@ impl Privilege {
     }
 }
 
-/// How the CPU caches a page. Every format encodes it in its leaves.
+/// The cache type of a page. Every format encodes it in its leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryType {

@@ -531,7 +531,8 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
     };
     let key_code = code::PRESENT | code::PROTECTION_KEY;
     let by_user = key_code | code::USER;
-    // Access disabled: forbids reads and writes, but not fetches; for a supervisor, too, whatever CR0.WP is.
+    // The bit "access disabled" forbids reads and writes, but not fetches. It also applies to a supervisor, with CR0.WP
+    // set or clear.
     assert_eq!(
         ask(ALL, no_access, true, true, Access::Read),
         fault(by_user)

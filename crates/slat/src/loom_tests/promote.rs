@@ -27,8 +27,8 @@ fn promote(vm: &Arc<SmallVm>) {
     vm.promote(&mut Promotion::default(), 2);
 }
 
-/// Promotes again, and checks that one huge leaf maps both pages: whichever thread came first, nothing is
-/// left that prevents it.
+/// Promotes again, and checks that one huge leaf maps both pages. Whichever thread was first, no state remains that
+/// prevents the promotion.
 fn is_huge(vm: &Arc<SmallVm>) {
     promote(vm);
     assert_eq!((vm.stats().pages_4k, vm.stats().pages_2m), (0, 1));

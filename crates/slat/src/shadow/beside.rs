@@ -229,8 +229,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`. If one of them would map a guest table, none
-    /// gets the right to write. A later fault finds out whether its page may be written.
+    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`. If one of the leaves would map a guest table,
+    /// none of them gets the right to write. A later fault finds out whether its page may be written.
     pub(crate) fn run_beside(&self, gfns: &Range<Gfn>, leaf: Leaf) -> (Leaf, u64) {
         let begun = self.tracking_begun();
         let has_table = self.tracking.any() && self.has_table(gfns);

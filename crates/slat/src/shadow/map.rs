@@ -98,7 +98,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let trail = target.trail();
         let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
         let note = mmio_note::<F>(target.gfn(), rights);
-        // An MMIO entry for a guest-physical address needs no note of what the guest's tables granted.
+        // An MMIO entry for a guest-physical address needs no note of rights, because no table of the guest was used.
         let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
         };

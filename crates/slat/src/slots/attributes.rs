@@ -26,7 +26,7 @@ impl MemoryAttributes {
     }
 }
 
-/// Why attributes were not set. Nothing was changed.
+/// The reason why attributes were not set. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AttributesError {

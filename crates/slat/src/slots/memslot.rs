@@ -83,7 +83,7 @@ impl Traits {
 pub(crate) struct Limits {
     /// The most rights that a leaf may have.
     pub(crate) rights: Rights,
-    /// How the CPU caches the memory, unless the host's type caches less.
+    /// The cache type of the memory, unless the host's type caches less.
     pub(crate) memory: MemoryType,
 }
 

@@ -146,8 +146,8 @@ impl Slots {
     ///   and does not catch up.
     #[inline]
     unsafe fn published(&self) -> &SlotSet {
-        // Sequentially consistent, like the reader's word and the store: a writer that finds a reader outside its
-        // section knows that the reader will see the new set when it enters.
+        // Sequentially consistent, like the accesses to the reader's word and the store of the new set. So if a writer
+        // finds a reader outside its section, the reader will see the new set when it enters the section.
         let index = self.published.load(SeqCst) % 2;
         // SAFETY: a set that was replaced is changed only when every reader section that could have seen it published
         // has ended, by the holder of the writers' lock.

@@ -72,7 +72,7 @@ pub struct Region {
     /// MMIO, as with [`SlotFlags::READONLY`]. A fetch without the right to execute ends with
     /// [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
     pub rights: Rights,
-    /// How the CPU caches the guest's memory, unless the host's type caches less ([`MemoryType::combined`]). Only
+    /// The cache type of the guest's memory, unless the host's type caches less ([`MemoryType::combined`]). Only
     /// write-back memory can be executed. KVM's regions are write-back.
     pub memory: MemoryType,
 }
@@ -150,7 +150,7 @@ impl Region {
     }
 }
 
-/// Why a [`Region`] was refused. Nothing was changed.
+/// The reason why a [`Region`] was refused. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RegionError {

@@ -102,7 +102,7 @@ pub(crate) fn looked_at(entries: u32) {
     }
 }
 
-/// Call when the thread has taken a spin lock.
+/// Call after the thread has taken a spin lock.
 #[inline(always)]
 pub(super) fn taken() {
     count::add();

@@ -23,7 +23,7 @@ use crate::sync::atomic::AtomicU64;
 /// The number of level 1 entries that a visitor is offered at a time.
 pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 16 };
 
-/// What an operation does at entries. A closure is a visitor of single entries.
+/// The action of an operation at the entries of a walk. A closure is a visitor of single entries.
 pub(crate) trait Visit {
     /// Visits an entry, under the lock of its table. Returns where the walk goes next.
     fn visit(&mut self, at: &At<'_>) -> Next;

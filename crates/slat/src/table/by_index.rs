@@ -23,13 +23,13 @@ pub(crate) enum Installed {
     Spurious,
 }
 
-/// Why nothing was installed. The fault does what the variant says, and begins again.
+/// The reason why nothing was installed. The fault does what the variant says, and begins again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
     /// `valid` returned `false`: wait for the end of the cause (an invalidation, or a slot's move or deletion), and
     /// look up again.
     Stale,
-    /// The frames or records that were allocated ahead are used up: allocate more.
+    /// The frames or records that were allocated in advance are used up. The fault allocates more.
     Unprepared,
     /// The entry, in the region of this level, is a leaf for another page, or refers to a table of smaller leaves; or
     /// there is a larger leaf on the path that the caller did not want to split. A range operation zaps it, which also

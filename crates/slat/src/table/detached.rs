@@ -81,7 +81,7 @@ impl Detached {
         self.head = Detached::pack(table.frame, level);
     }
 
-    /// Frees the tables and returns what they contained.
+    /// Frees the tables and returns the numbers of their entries.
     ///
     /// # Safety
     /// - the tables are of format `F`, of the VM of `frames` on `platform`;

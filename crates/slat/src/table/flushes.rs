@@ -126,7 +126,7 @@ impl Flushes {
             if free >= TICKET_ENTRIES {
                 return None;
             }
-            // Acquire: the new owner's writes to the entry come after those of the last owner.
+            // Acquire: the new owner's writes to the entry are ordered after the writes of the last owner.
             if self.used.fetch_or(1 << free, Acquire) & 1 << free == 0 {
                 return Some(free);
             }

@@ -138,7 +138,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         path: &mut Path<'_>,
     ) -> bool {
         let gfn = cursor.key().gfn();
-        // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
+        // A larger leaf on the path means that a memslot was created meanwhile. This function does not change that
+        // leaf.
         let table = self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path);
         let Ok(table) = table else {
             return false;

@@ -130,8 +130,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Gives the right to write back to entries that cover only frames of `walk` and refer to tables, without
-    /// protecting what is below them. Continues `walk`, and stops when its budget is used up.
+    /// Gives the right to write back to entries that refer to tables and cover only frames of `walk`. Does not change
+    /// the entries below them. Continues `walk`, and stops when its budget is used up.
     pub(super) fn lift_unlocked(&self, walk: &mut Walk) {
         let range = walk.range();
         self.each_root(walk, |walk, root, gfns| {

@@ -16,7 +16,7 @@ use crate::platform::Platform;
 use crate::table::{Flushed, FrameCache};
 use crate::vm::Vm;
 
-/// Why a vCPU was not created.
+/// The reason why a vCPU was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CreateVcpuError {

@@ -33,7 +33,7 @@ use crate::table::{ByGfn, Installed, Retry};
 use crate::trace::Event;
 use crate::vm::{LogKind, RangeOp, RingSlot, Sequence};
 
-/// Why a fault does not continue with its next step.
+/// The reason why a fault does not continue with its next step.
 pub(super) enum Next<E = Stop> {
     /// Begin again: the fault has removed the obstacle.
     Again,
@@ -85,8 +85,8 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Makes the tables allow `access` to `gpa`, where `walk` has found no entry that allows it, and returns the
-    /// translation. `of_guest`: see [`Fault::of_guest`].
+    /// Makes the tables allow `access` to `gpa`, and returns the translation. `walk` has found no entry that allows the
+    /// access. `of_guest`: see [`Fault::of_guest`].
     ///
     /// # Errors
     /// [`Stop`]. Returns [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
@@ -386,7 +386,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         self.vcpu.set_flushed(flushed);
     }
 
-    /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
+    /// Flushes the leaf of `level` that this fault has replaced by an invalid entry (break before make), and installs
+    /// the smaller leaves.
     fn mend(&mut self, level: Level) -> Next {
         let (gfn, nx_split) = (self.gfn(), self.nx_split);
         let mut mended = false;

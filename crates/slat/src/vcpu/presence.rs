@@ -18,7 +18,7 @@ pub(super) struct Presence {
     /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical
     /// addresses below `walkable` and of virtual addresses. Empty outside a section.
     pub(super) tables: PagingStructureCache,
-    /// How often the vCPU has entered a section after missing a flush.
+    /// The number of times that the vCPU has entered a section after it had missed a flush.
     pub(super) missed: u64,
 }
 

@@ -33,7 +33,7 @@ pub struct Translation {
     pub tracked: bool,
 }
 
-/// Why an access has no translation.
+/// The reason why an access has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {

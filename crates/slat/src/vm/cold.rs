@@ -39,8 +39,8 @@ const SEEN: u8 = 1 << 6;
 const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
-/// How long ago each page of some backing memory was used: the state that [`Vm::cold_ranges`] keeps between two calls.
-/// It takes a byte for each page.
+/// The ages of the pages of some backing memory, each since the page's last use: the state that [`Vm::cold_ranges`]
+/// keeps between two calls. It takes a byte for each page.
 #[derive(Debug)]
 pub struct ColdMap {
     granule: Granule,

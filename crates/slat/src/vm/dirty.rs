@@ -62,7 +62,7 @@ use crate::platform::Platform;
 use crate::policy::DirtyLogMethod;
 use crate::slots::SlotsChange;
 
-/// Why a dirty log was neither returned nor cleared. Nothing was changed.
+/// The reason why a dirty log was neither returned nor cleared. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
     /// There is no such address space, or no slot with this id, or the slot does not have the flag

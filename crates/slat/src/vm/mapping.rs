@@ -14,7 +14,7 @@ use crate::platform::{Platform, WaitFor};
 use crate::sync::InSection;
 use crate::table::{At, ByGfn, Key, Next, Show, Walk, lookup_page};
 
-/// How a guest frame is mapped ([`Vm::lookup`]).
+/// The mapping of a guest frame ([`Vm::lookup`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mapping {
@@ -25,7 +25,7 @@ pub struct Mapping {
     pub level: Level,
     /// The rights that the leaf grants. While a dirty log waits for a write, the right to write is missing.
     pub rights: Rights,
-    /// How the CPU caches the page.
+    /// The cache type of the page.
     pub memory: MemoryType,
 }
 

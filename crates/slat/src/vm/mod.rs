@@ -98,7 +98,7 @@ pub struct Config {
     pub physical_bits: u32,
     /// The mechanisms that the VM uses.
     pub policy: Policy,
-    /// How the VM's tables are made.
+    /// The MMU that makes the VM's tables.
     pub mmu: MmuKind,
     /// Whether the VM shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging).
     /// [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) then translates addresses by these tables. Supported
@@ -152,7 +152,7 @@ impl Config {
 /// The widths of physical addresses that the architectures have: from x86 without PAE to RISC-V.
 const PHYSICAL_BITS: RangeInclusive<u32> = 32..=56;
 
-/// Why a VM was not created.
+/// The reason why a VM was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CreateVmError {
@@ -267,7 +267,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) readers: Readers,
 }
 
-/// How slots log dirty pages.
+/// The method by which slots log dirty pages.
 #[derive(Default)]
 struct LogMode {
     /// Whether getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).

@@ -134,7 +134,7 @@ pub struct DirtyRing {
     reset_end: AtomicU32,
 }
 
-/// Why a [`DirtyRing`] was not created.
+/// The reason why a [`DirtyRing`] was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DirtyRingError {

@@ -110,8 +110,8 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
     drop((vcpu, vm));
 }
 
-/// KVM flushes once when dirty logging starts, and once in each KVM_CLEAR_DIRTY_LOG, whatever the number of chunks that
-/// it splits.
+/// KVM flushes once when dirty logging starts, and once in each KVM_CLEAR_DIRTY_LOG, even if that call splits several
+/// chunks.
 #[test]
 fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_clear() {
     const PAGES: u64 = 8 * MIB2;

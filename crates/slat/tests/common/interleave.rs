@@ -29,7 +29,8 @@ pub trait Scene: Send + Sync {
     fn check(&self);
 }
 
-/// What the holder, the thread that keeps using old translations, knows of the two operations (victim and intruder).
+/// The knowledge of the holder about the two operations, victim and intruder. The holder is the thread that keeps using
+/// old translations.
 pub struct Holder<'a> {
     ready: &'a AtomicBool,
     stop: &'a AtomicBool,

@@ -275,8 +275,8 @@ fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
     }
 }
 
-/// With a smaller width of physical addresses, more bits are reserved. A walk with this width must not use what was
-/// found with another width.
+/// With a smaller width of physical addresses, more bits are reserved. A walk with this width must not use the result
+/// of a walk with another width.
 #[test]
 fn a_root_is_of_the_width_of_physical_addresses() {
     const FAR: u64 = 1 << 42;

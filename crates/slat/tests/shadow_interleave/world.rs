@@ -423,7 +423,8 @@ impl<'w> Cpu<'w> {
         self.unflushed.clear();
     }
 
-    /// Checks that after `flush` the CPU finds at `gva` what the guest's tables contain, unless that changed meanwhile.
+    /// Checks that after `flush` the CPU translates `gva` as the guest's tables say, unless the tables changed
+    /// meanwhile.
     fn finds_its_stores(&mut self, gva: u64, flush: impl FnOnce(&mut Self)) {
         let before = self.world.expected(gva, Read);
         flush(self);

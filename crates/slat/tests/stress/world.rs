@@ -30,7 +30,7 @@ const BUSY: Range<u64> = 2048..6144;
 /// Frames in which there is never a slot.
 const NOTHING: Range<u64> = 7000..8192;
 
-/// How logs detect writes.
+/// The method by which logs detect writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logs {
     /// Each harvest of a log protects its pages again.

@@ -73,8 +73,8 @@ pub(super) fn huge_page_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.counted(&[("pages_1g", 1)])?;
 
     bench.run(&mut vm, pages::<M>(Op::Execute, CALLED + 5, 1))?;
-    // A fault that has to break a leaf before it makes the table ends with its flush. So there is one fault for each of
-    // the two levels.
+    // If a fault has to break a leaf before it makes a table, the flush after the break ends the fault. So there is one
+    // fault for each of the two levels.
     let faults = if Tables::<M>::BREAK_BEFORE_MAKE { 2 } else { 1 };
     vm.faulted(faults)?;
     vm.counted(&[

@@ -16,8 +16,8 @@ use crate::vcpu::translate::Stop;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Call after the guest has completed a store to `bytes` bytes at `gpa`, in one page, if the store's translation
-    /// was [`tracked`](crate::Translation::tracked). Zaps what the MMU has made of the old contents. Returns whether
-    /// all translations that the CPU remembers are void now.
+    /// was [`tracked`](crate::Translation::tracked). Zaps the MMU's entries that came from the old contents. Returns
+    /// whether all translations that the CPU remembers are void now.
     ///
     /// # Panics
     /// If the vCPU is not entered ([`Vcpu::enter`]).
@@ -154,7 +154,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
-            // The guest's table cannot be read now, so drop what was made of it.
+            // The guest's table cannot be read now, so the entries that came from it are dropped.
             self.forget_table(page.gfn);
             return None;
         };

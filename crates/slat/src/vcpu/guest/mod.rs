@@ -38,7 +38,7 @@ use walk::VirtualAccess;
 
 /// Access to host memory that holds the guest's tables, by the addresses that the platform gave to the engine.
 pub trait HostWords {
-    /// Why host memory cannot be accessed now.
+    /// The reason why host memory cannot be accessed now.
     type Error;
 
     /// Reads the entry of `size` (4 or 8) bytes at `host`, a multiple of `size`, atomically.
@@ -78,7 +78,7 @@ pub struct VirtualPage {
     pub tracked: Option<Gpa>,
 }
 
-/// Why a guest-virtual address has no translation.
+/// The reason why a guest-virtual address has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VirtualStop<E> {
     /// The guest gets #PF with this error code ([`crate::guest_walk::error_code`]).

@@ -459,8 +459,8 @@ fn with_path<R>(
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Flushes `gfns`. When this returns, no CPU uses a translation of them that any thread zapped before the call, and
-    /// no reader can reach a table that was detached before. `stale` says what CPUs may have cached. The caller is
-    /// outside every reader section.
+    /// no reader can reach a table that was detached before. `stale` says which entries CPUs may have cached. The
+    /// caller is outside every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
         let number = match F::BREAK_BEFORE_MAKE || self.shadows_nested() {
             true => self.flushes.begin(),

@@ -390,7 +390,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 }
 
-/// How [`Step::collapse`] treats a table.
+/// The treatment of a table by [`Step::collapse`].
 pub(crate) enum Collapsing {
     /// Leave the table, and visit the tables below it.
     Keep,
