@@ -118,7 +118,7 @@ mod tests {
         let limited = line(&report).with_limit("pages", Some(60.0));
         assert!(met(limited.clone().at_most_of_limit(1.1)));
         assert!(!met(limited.at_most_of_limit(1.05)));
-        // A metric that was not measured meets no goal.
+        // A goal of a metric that was not measured counts as missed.
         assert!(!met(line(&report)
             .with_limit("pages", None)
             .at_most_of_limit(9.0)));

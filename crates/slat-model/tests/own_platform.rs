@@ -269,7 +269,7 @@ fn a_wrong_page_is_found() {
     finds::<ResolvesNeighbours>("Translation");
 }
 
-/// The pages around a fault are one frame off.
+/// The platform returns wrong frames for the pages around a fault: each is off by one.
 #[derive(Default)]
 struct MisplacesNeighbours;
 

@@ -25,7 +25,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Instructions executed; a repeated string instruction is one.
+    /// Executed instructions. A repeated string instruction counts as one.
     instructions,
     /// Instructions executed in compiled code: a part of `instructions`.
     instructions_compiled,

@@ -13,7 +13,7 @@ pub(crate) struct Lazy {
     pub(crate) result: u64,
 }
 
-/// There is no record: the flags are in `state.rflags`.
+/// No operation is recorded: the flags are in `state.rflags`.
 pub(crate) const DONE: u8 = 0;
 /// The result is `x`, the sum of `y` and the other operand.
 pub(crate) const ADD: u8 = 4;

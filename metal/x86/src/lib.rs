@@ -44,7 +44,7 @@ pub trait Virtualization: Cpu {
     fn second() -> &'static Second<Self>;
 }
 
-/// A PC whose CPUs run guests by `C`.
+/// A PC. The type `C` is the means by which its CPUs run guests.
 pub struct Pc<C>(PhantomData<fn() -> C>);
 
 impl<C: Virtualization> Machine for Pc<C> {

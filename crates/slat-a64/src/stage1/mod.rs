@@ -183,7 +183,7 @@ pub(crate) fn translate<T: Tables>(
                 right: Right::Write,
                 refusal,
             })?;
-            // Another processor has changed the descriptor meanwhile.
+            // Another processor has changed the descriptor since it was read.
             if found != descriptor {
                 continue;
             }

@@ -176,7 +176,8 @@ fn hardware_sets_the_flags() {
     assert!(guest.ram.asked.contains(&(Right::Write, LEVEL_3 + 8)));
 }
 
-/// Executes a TLBI with an operand between two loads of a page whose descriptor changes. Whether the change is seen.
+/// Executes a TLBI with an operand between two loads of a page whose descriptor changes. Returns whether the second
+/// load uses the changed descriptor.
 fn is_dropped(guest: &mut Guest, page: u64, [old, new]: [u64; 2], tlbi: u32, operand: u64) -> bool {
     guest.map(page, old);
     guest.execute(&[0xd508_871f], [0, 0]);

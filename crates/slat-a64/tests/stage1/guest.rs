@@ -87,7 +87,7 @@ impl Guest {
         [ESR, FAR].map(|name| self.cpu.state.system(name).unwrap())
     }
 
-    /// Executes an instruction, of which EL1 takes no exception.
+    /// Executes an instruction. EL1 must take no exception.
     pub fn succeeds(&mut self, word: u32, x: [u64; 2]) -> u64 {
         assert_eq!(self.execute(&[word], x), Leave::Limit, "{word:08x}");
         assert_eq!(self.syndrome()[0], 0, "{word:08x}");

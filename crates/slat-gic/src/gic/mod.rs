@@ -67,7 +67,7 @@ pub(crate) struct Vcpu {
     pub(crate) priority_bits: u8,
     pub(crate) id_bits: u8,
     signals: Signals,
-    /// The signals are to be computed again.
+    /// Whether the signals must be computed again.
     is_touched: bool,
     /// The signals have changed since [`Gic::take_changed`].
     is_changed: bool,

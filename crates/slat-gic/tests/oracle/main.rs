@@ -185,7 +185,7 @@ impl List {
         }
     }
 
-    /// Does a random access that both GICs understand alike.
+    /// Makes a random access that means the same to both GICs.
     fn operation(&mut self) {
         let intid = self.random.below(INTERRUPTS.into()) as u32;
         let first = intid & !31;

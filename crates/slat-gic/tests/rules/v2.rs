@@ -45,8 +45,8 @@ fn reset() {
     assert!(guest.irq(0));
 }
 
-/// An SGI has a source, which its acknowledgement shows; from several sources it comes several times (IHI 0048, 3.2.4,
-/// GICD_SGIR, GICC_IAR).
+/// The acknowledgement of an SGI returns its source. If several sources send the same SGI, it is taken several times
+/// (IHI 0048, 3.2.4, GICD_SGIR, GICC_IAR).
 #[test]
 fn sgis_have_sources() {
     let mut guest = guest();
@@ -111,7 +111,7 @@ fn targets() {
         let asserted: Vec<_> = (0..3).filter(|vcpu| guest.irq(*vcpu)).collect();
         assert_eq!(asserted, [target]);
     }
-    // Those of private interrupts are the vCPU itself.
+    // The target of a private interrupt is the vCPU itself.
     guest.write(2, DIST, 0x800, 0xffff_ffff);
     assert_eq!(guest.read(2, DIST, 0x81c), 0x0404_0404);
 }

@@ -148,7 +148,8 @@ pub(super) struct Spare {
 
 /// Memory for a larger directory of an index's leaves.
 struct Directory {
-    /// The number of leaves for which it was allocated. The allocator may have given more, but perhaps to one set only.
+    /// The number of leaves for which the memory was allocated. The allocator may have given more memory, but perhaps
+    /// only to one of the two sets.
     capacity: usize,
     leaves: Vec<Leaf>,
 }

@@ -230,7 +230,7 @@ impl VmObject {
             _ => return fail(libc::ENODEV),
         };
         irqfd::prepare();
-        // The lock prevents that a vCPU is created meanwhile.
+        // While this thread holds the lock, no other thread can create a vCPU.
         let vcpus = self.vcpus_mut();
         let chips = self.chips();
         if chips.model().is_some() {
