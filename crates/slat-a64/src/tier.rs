@@ -71,7 +71,7 @@ pub enum Exception {
     WaitTrap(Hint),
     /// SCTLR_EL1 traps an access to a system register, or a system instruction.
     SystemTrap {
-        /// The register or instruction.
+        /// The name of the register or instruction.
         name: SystemName,
         /// The general register.
         rt: u8,

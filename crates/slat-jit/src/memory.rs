@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(many.len(), pages);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        // The runs were returned page by page. They must be merged to one run again.
+        // Free memory was returned in single pages. These pages must be merged into one run again.
         assert!(arena.put(&[0xc3; BYTES], [].into_iter()).is_ok());
     }
 }

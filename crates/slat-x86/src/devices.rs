@@ -43,7 +43,7 @@ impl Fragments {
         pushed
     }
 
-    /// Removes and returns the next fragment.
+    /// Removes and returns the next fragment of the access.
     pub(crate) fn pop(&mut self) -> Option<Fragment> {
         let next = *self.waiting().first()?;
         self.first += 1;

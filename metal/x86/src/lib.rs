@@ -44,7 +44,7 @@ pub trait Virtualization: Cpu {
     fn second() -> &'static Second<Self>;
 }
 
-/// A PC. The type `C` is the means by which its CPUs run guests.
+/// A PC. `C` is the type of its CPUs, which run guests by SVM or VMX.
 pub struct Pc<C>(PhantomData<fn() -> C>);
 
 impl<C: Virtualization> Machine for Pc<C> {

@@ -35,7 +35,7 @@ pub(crate) struct Want {
     pub(crate) accessor: Accessor,
     /// The right that the access needs. `None`: it needs that the address is translated.
     pub(crate) right: Option<Right>,
-    /// The access updates access flag and dirty state. Those of cache maintenance and AT do not.
+    /// Whether the access updates the access flag and the dirty state. Cache maintenance and AT do not update them.
     pub(crate) updates: bool,
 }
 

@@ -62,7 +62,7 @@ pub(super) struct Leaf {
     pub(super) bits: u32,
 }
 
-/// The least level at which a block is.
+/// The lowest-numbered level at which a descriptor may map a block.
 fn first_block(granule: u32) -> u32 {
     if granule == 12 { 1 } else { 2 }
 }

@@ -83,7 +83,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// An access that was made to fail.
+/// An access that the test has made fail.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Failed;
 

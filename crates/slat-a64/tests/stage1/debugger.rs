@@ -25,7 +25,8 @@ const WATCHPOINT: u32 = 0x34 << 26 | IL | 0x22;
 /// Software step's syndrome without and with ISV.
 const STEP: u32 = 0x32 << 26 | IL | 0x22;
 const STEPPED: u32 = STEP | 1 << 24;
-/// A control that is enabled for EL1, with all bytes of a word; loads and stores for watchpoints.
+/// The value of a control register: enabled, for EL1, and for all bytes of a word. As a watchpoint's control, it
+/// selects loads and stores.
 const ON: u64 = 1 | 1 << 1 | 0xf << 5;
 const LOADS: u64 = 1 << 3;
 const STORES: u64 = 2 << 3;

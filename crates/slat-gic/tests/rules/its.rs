@@ -285,7 +285,8 @@ fn unmapping() {
     assert!(msi.is_unmapped(0, 0));
 }
 
-/// An unmapped collection stops its events; mapping it again does not bring them back, as in KVM.
+/// While a collection is unmapped, its events are lost. As in KVM, mapping the collection again does not bring them
+/// back.
 #[test]
 fn collections_can_be_unmapped() {
     let mut msi = Msi::new();

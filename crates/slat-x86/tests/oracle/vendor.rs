@@ -114,8 +114,8 @@ const RULES: &[Rule] = &[
         },
         rewrite: sha_not_aligned,
     },
-    // APM volume 3, appendix A, opcode map of 63: MOVSXD Gv, Ed; so the source has 32 bits whatever the operand size.
-    // SDM volume 2, "MOVSX/MOVSXD": MOVSXD r16, r/m16.
+    // APM volume 3, appendix A, opcode map of 63: MOVSXD Gv, Ed; so the source has 32 bits for every operand size. SDM
+    // volume 2, "MOVSX/MOVSXD": MOVSXD r16, r/m16.
     Rule {
         name: "MOVSXD r16 at the end of memory",
         in_sequences: InSequences::Anywhere,

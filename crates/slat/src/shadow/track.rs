@@ -536,7 +536,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         let granted = match (meaning, F::decode(bits, role.level)) {
             (Some(Meaning::Table(gfn, role)), Entry::Table(lower)) => refers_to(lower, (gfn, role)),
-            // The page maps a larger page of the guest in parts.
+            // The shadow page maps a larger page of the guest in parts.
             (Some(Meaning::Memory(gfn, rights)), Entry::Table(lower)) => {
                 refers_to(lower, (gfn, role.pieces(rights)))
             }

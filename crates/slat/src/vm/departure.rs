@@ -56,8 +56,8 @@ impl<'s> Part<'s> {
         same_log && self.old.limits() == self.new.limits()
     }
 
-    /// Whether an invalidation in progress may miss the leaves, because it does not find them by the new slots. Call
-    /// after publishing the new slots.
+    /// Whether an invalidation in progress may miss the old slots' leaves, because it looks for leaves by the new
+    /// slots. Call after publishing the new slots.
     fn is_invalidated(&self, in_progress: &InProgress) -> bool {
         !self.is_in_place() && in_progress.covers(&self.old.hvas(&self.gfns))
     }

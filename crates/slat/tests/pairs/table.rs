@@ -87,7 +87,7 @@ impl<'t> Table<'t> {
         wrong
     }
 
-    /// Whether `text` has one of the words of a mechanism.
+    /// Whether `text` contains one of the words by which a mechanism is recognised.
     fn is_in(&self, name: &str, text: &str) -> bool {
         let words = self.mechanisms.get(name);
         words.is_some_and(|words| words.iter().any(|word| text.contains(word)))

@@ -163,8 +163,7 @@ mod tests {
         let far = [0x48, 0x89, 0xc7].repeat(43);
         assert_eq!(at(&[&far, &end, &nops(5)], 0), None);
         assert_eq!(at(&[&end], 0), None);
-        // The padding is before the function, which is called, and the previous function is called, too. (The first 16
-        // bytes call them.)
+        // The padding is between two functions. The first 16 bytes call both of them.
         let call = |from: i32, to: i32| {
             let mut code = vec![0xe8];
             code.extend((to - from - 5).to_le_bytes());

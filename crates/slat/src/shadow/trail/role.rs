@@ -330,7 +330,7 @@ mod tests {
             let meaning = LONG.meaning(5, 0x20_0000 | entry);
             assert_eq!(meaning, Some(Meaning::Memory(Gfn(0x200), rights)));
         }
-        // Not accessed; not present; a reserved bit.
+        // These entries are not used: one is not accessed, one is not present, and one has a reserved bit.
         for entry in [0x87, 0x20, 0x20_0000 | 1 << 13 | 0xe7] {
             assert_eq!(LONG.meaning(5, entry), None, "{entry:#x}");
         }

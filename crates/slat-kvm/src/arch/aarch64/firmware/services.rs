@@ -27,7 +27,7 @@ const INVALID_PARAMETERS: u64 = -2i64 as u64;
 const NO_ENTROPY: u64 = -3i64 as u64;
 /// Identifies slat's source of random numbers: a UUID, in words with the lowest byte first.
 const RANDOM_SOURCE: [u64; 4] = [0x5f6e_7ac2, 0x4a4b_9d10, 0x8e11_b6a3, 0x3c9d_02f5];
-/// Identifies KVM, by which a guest finds KVM's own services.
+/// The identifier of KVM. A guest that finds this identifier looks for KVM's own services.
 const KVM_UID: [u64; 4] = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
 
 /// The counter of which a guest asks the host's clock: the virtual or the physical one.
