@@ -6,7 +6,7 @@
 //! backs it or leave its pages to a userfaultfd handler, at any moment and on any thread. A check before an access may
 //! no longer be true when the access happens, so the access itself has to be able to fail.
 //!
-//! Every access here is a few machine instructions (`access`, `arch`) whose addresses are stored in an
+//! Every access here is a few machine instructions (`access`, `sized`, `arch`) whose addresses are stored in an
 //! exception table (`table`) next to the address at which the thread continues when the instruction
 //! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
 //! in that table. If they find it, they change the instruction pointer and nothing else, and the
@@ -32,6 +32,7 @@ mod generated;
 mod queue;
 mod section;
 mod signal;
+mod sized;
 mod sync;
 mod table;
 
@@ -45,6 +46,7 @@ pub use signal::{
     after_fork_in_child, forget_kick, install, kick, kick_signal, restorer, set_chained,
     set_kernels, set_restorer, was_kicked,
 };
+pub use sized::{compare_exchange_sized, load_sized, store_sized};
 
 /// The access did not happen: the host memory is not accessible (SIGSEGV, SIGBUS), or the thread
 /// was kicked. Nothing was changed; try again or give up.

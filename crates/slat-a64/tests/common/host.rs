@@ -58,7 +58,7 @@ impl Drop for Shared {
 struct Mapping {
     ipa: u64,
     shared: Arc<Shared>,
-    /// Whether it may be read, and written.
+    /// Whether the memory may be read, and whether it may be written.
     rights: [bool; 2],
 }
 
@@ -70,10 +70,10 @@ pub struct Memory {
     pub gone: Cell<u32>,
 }
 
-/// Why an access is refused.
+/// The reason why an access is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// There is no such page, or not the right.
+    /// There is no such page, or the page does not have the right.
     Page,
     /// The host's page was taken away.
     Gone,
@@ -158,35 +158,6 @@ impl Memory {
     }
 }
 
-/// Returns a loaded word, zero-extended.
-fn widened<W: Into<u64>>(loaded: Result<W, Gone>) -> Result<u64, Gone> {
-    loaded.map(Into::into)
-}
-
-/// Makes a guarded access of a word with 1 << `size` bytes.
-macro_rules! of_size {
-    ($size:expr, $word:ident => $access:expr) => {
-        match $size {
-            0 => {
-                type $word = u8;
-                $access
-            }
-            1 => {
-                type $word = u16;
-                $access
-            }
-            2 => {
-                type $word = u32;
-                $access
-            }
-            _ => {
-                type $word = u64;
-                $access
-            }
-        }
-    };
-}
-
 impl Hypervisor for Memory {
     type Fault = Refusal;
 
@@ -210,14 +181,14 @@ impl Hypervisor for Memory {
     fn load(&mut self, at: u64, size: u8, order: Order) -> Result<u64, Refusal> {
         // SAFETY: the access is guarded, and the memory is the guest's.
         self.guarded(order, || unsafe {
-            of_size!(size, Word => widened(slat_guard::load(at as *const Word)))
+            slat_guard::load_sized(at as *const u8, size)
         })
     }
 
     fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Refusal> {
         // SAFETY: as in `load`.
         self.guarded(order, || unsafe {
-            of_size!(size, Word => slat_guard::store(at as *mut Word, value as Word))
+            slat_guard::store_sized(at as *mut u8, size, value)
         })
     }
 
@@ -235,19 +206,12 @@ impl Hypervisor for Memory {
         &mut self,
         at: u64,
         size: u8,
-        [old, new]: [u128; 2],
+        values: [u128; 2],
         order: Order,
     ) -> Result<u128, Refusal> {
         // SAFETY: as in `load`.
         self.guarded(order, || unsafe {
-            if size == 4 {
-                let found = slat_guard::compare_exchange(at as *mut u128, old, new)?;
-                return Ok(found.unwrap_or_else(|found| found));
-            }
-            of_size!(size, Word => {
-                let found = slat_guard::compare_exchange(at as *mut Word, old as Word, new as Word)?;
-                Ok(found.unwrap_or_else(|found| found).into())
-            })
+            slat_guard::compare_exchange_sized(at as *mut u8, size, values)
         })
     }
 

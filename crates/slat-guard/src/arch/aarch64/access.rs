@@ -70,6 +70,35 @@ unsafe fn change_within(
 /// The bytes that [`change_within`] changes.
 const WHOLE: usize = size_of::<u128>();
 
+/// Executes an atomic read-modify-write of the aligned memory at `$p`: loads the operand `seen`, executes `$between`,
+/// stores the operand `$stored`, and repeats this if another thread has written in between. Returns the loaded word.
+macro_rules! exclusive {
+    ($size:literal, $r:literal, $p:expr, [$($between:literal),*] => $stored:literal, $($operands:tt)*) => {{
+        let gone: u32;
+        let seen: u64;
+        asm!(
+            "mov {gone:w}, wzr",
+            "5:",
+            concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
+            guarded!(),
+            $($between,)*
+            concat!("2: stlxr", $size, " {failed:w}, {", $stored, ":", $r, "}, [{p}]"),
+            guarded!(),
+            "cbnz {failed:w}, 5b",
+            "dmb ish",
+            "3:",
+            report!(),
+            p = in(reg) $p,
+            gone = out(reg) gone,
+            seen = out(reg) seen,
+            failed = out(reg) _,
+            $($operands)*
+            options(nostack),
+        );
+        if gone == 0 { Ok(seen) } else { Err(Gone) }
+    }};
+}
+
 macro_rules! word {
     ($ty:ty, $size:literal, $r:literal) => {
         impl Word for $ty {}
@@ -167,38 +196,18 @@ macro_rules! word {
                 new: Self,
             ) -> Result<Result<Self, Self>, Gone> {
                 let seen = if p.addr().is_multiple_of(size_of::<Self>()) {
-                    let gone: u32;
-                    let seen: u64;
-                    // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as
-                    // `store` asks of its caller.
-                    unsafe {
-                        asm!(
-                            "mov {gone:w}, wzr",
-                            "5:",
-                            concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
-                            guarded!(),
-                            "cmp {seen}, {old}",
-                            "csel {next}, {new}, {seen}, eq",
-                            concat!("2: stlxr", $size, " {failed:w}, {next:", $r, "}, [{p}]"),
-                            guarded!(),
-                            "cbnz {failed:w}, 5b",
-                            "dmb ish",
-                            "3:",
-                            report!(),
-                            p = in(reg) p,
+                    // SAFETY: both instructions that access memory are guarded. The bytes may be written, as `store`
+                    // asks of its caller.
+                    let seen = unsafe {
+                        exclusive!(
+                            $size, $r, p,
+                            ["cmp {seen}, {old}", "csel {next}, {new}, {seen}, eq"] => "next",
                             old = in(reg) u64::from(old),
                             new = in(reg) u64::from(new),
-                            gone = out(reg) gone,
-                            seen = out(reg) seen,
                             next = out(reg) _,
-                            failed = out(reg) _,
-                            options(nostack),
-                        );
-                    }
-                    if gone != 0 {
-                        return Err(Gone);
-                    }
-                    seen as $ty
+                        )
+                    };
+                    seen? as $ty
                 } else {
                     let change = move |seen| if seen == old { new } else { seen };
                     // SAFETY: the bytes may be written, as `store` asks of its caller.
@@ -213,31 +222,12 @@ macro_rules! word {
                     // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { Self::change_unaligned(p, move |_| v) };
                 }
-                let gone: u32;
-                let seen: u64;
-                // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as `store`
-                // asks of its caller.
-                unsafe {
-                    asm!(
-                        "mov {gone:w}, wzr",
-                        "5:",
-                        concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
-                        guarded!(),
-                        concat!("2: stlxr", $size, " {failed:w}, {v:", $r, "}, [{p}]"),
-                        guarded!(),
-                        "cbnz {failed:w}, 5b",
-                        "dmb ish",
-                        "3:",
-                        report!(),
-                        p = in(reg) p,
-                        v = in(reg) u64::from(v),
-                        gone = out(reg) gone,
-                        seen = out(reg) seen,
-                        failed = out(reg) _,
-                        options(nostack, preserves_flags),
-                    );
-                }
-                if gone == 0 { Ok(seen as $ty) } else { Err(Gone) }
+                // SAFETY: both instructions that access memory are guarded. The bytes may be written, as `store` asks
+                // of its caller.
+                let seen = unsafe {
+                    exclusive!($size, $r, p, [] => "v", v = in(reg) u64::from(v),)
+                };
+                seen.map(|seen| seen as $ty)
             }
 
             #[inline(always)]
@@ -246,33 +236,17 @@ macro_rules! word {
                     // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { Self::change_unaligned(p, move |old| old.wrapping_add(v)) };
                 }
-                let gone: u32;
-                let seen: u64;
-                // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as `store`
-                // asks of its caller.
-                unsafe {
-                    asm!(
-                        "mov {gone:w}, wzr",
-                        "5:",
-                        concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
-                        guarded!(),
-                        "add {next}, {seen}, {v}",
-                        concat!("2: stlxr", $size, " {failed:w}, {next:", $r, "}, [{p}]"),
-                        guarded!(),
-                        "cbnz {failed:w}, 5b",
-                        "dmb ish",
-                        "3:",
-                        report!(),
-                        p = in(reg) p,
+                // SAFETY: both instructions that access memory are guarded. The bytes may be written, as `store` asks
+                // of its caller.
+                let seen = unsafe {
+                    exclusive!(
+                        $size, $r, p,
+                        ["add {next}, {seen}, {v}"] => "next",
                         v = in(reg) u64::from(v),
-                        gone = out(reg) gone,
-                        seen = out(reg) seen,
                         next = out(reg) _,
-                        failed = out(reg) _,
-                        options(nostack, preserves_flags),
-                    );
-                }
-                if gone == 0 { Ok(seen as $ty) } else { Err(Gone) }
+                    )
+                };
+                seen.map(|seen| seen as $ty)
             }
         }
 

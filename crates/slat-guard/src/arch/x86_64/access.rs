@@ -10,6 +10,25 @@ use crate::access::{Sealed, Word, update};
 use std::arch::asm;
 use std::arch::x86_64::__m128i;
 
+/// Executes a read-modify-write of the memory at `$p`. Returns whether the memory was accessible.
+macro_rules! locked {
+    ($instruction:expr, $p:expr, $($operands:tt)*) => {{
+        let gone: u32;
+        asm!(
+            "xor {gone:e}, {gone:e}",
+            $instruction,
+            "3:",
+            guarded!(),
+            report!(),
+            p = in(reg) $p,
+            gone = out(reg) gone,
+            $($operands)*
+            options(nostack),
+        );
+        gone == 0
+    }};
+}
+
 macro_rules! word {
     ($ty:ty, $load:literal, $v:literal, $ptr:literal, $acc:tt, $class:ident) => {
         impl Word for $ty {}
@@ -62,70 +81,49 @@ macro_rules! word {
                 old: Self,
                 new: Self,
             ) -> Result<Result<Self, Self>, Gone> {
-                let gone: u32;
                 let seen: $ty;
                 // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
-                unsafe {
-                    asm!(
-                        "xor {gone:e}, {gone:e}",
+                let is_done = unsafe {
+                    locked!(
                         concat!("2: lock cmpxchg ", $ptr, " ptr [{p}], ", $v),
-                        "3:",
-                        guarded!(),
-                        report!(),
-                        p = in(reg) p,
+                        p,
                         v = in($class) new,
-                        gone = out(reg) gone,
                         inout($acc) old => seen,
-                        options(nostack),
-                    );
-                }
-                match gone {
-                    0 if seen == old => Ok(Ok(seen)),
-                    0 => Ok(Err(seen)),
-                    _ => Err(Gone),
+                    )
+                };
+                match is_done {
+                    true if seen == old => Ok(Ok(seen)),
+                    true => Ok(Err(seen)),
+                    false => Err(Gone),
                 }
             }
 
             #[inline(always)]
             unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
-                let gone: u32;
                 let seen: $ty;
                 // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
-                unsafe {
-                    asm!(
-                        "xor {gone:e}, {gone:e}",
+                let is_done = unsafe {
+                    locked!(
                         concat!("2: xchg ", $ptr, " ptr [{p}], ", $v),
-                        "3:",
-                        guarded!(),
-                        report!(),
-                        p = in(reg) p,
+                        p,
                         v = inout($class) v => seen,
-                        gone = out(reg) gone,
-                        options(nostack),
-                    );
-                }
-                if gone == 0 { Ok(seen) } else { Err(Gone) }
+                    )
+                };
+                if is_done { Ok(seen) } else { Err(Gone) }
             }
 
             #[inline(always)]
             unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
-                let gone: u32;
                 let seen: $ty;
                 // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
-                unsafe {
-                    asm!(
-                        "xor {gone:e}, {gone:e}",
+                let is_done = unsafe {
+                    locked!(
                         concat!("2: lock xadd ", $ptr, " ptr [{p}], ", $v),
-                        "3:",
-                        guarded!(),
-                        report!(),
-                        p = in(reg) p,
+                        p,
                         v = inout($class) v => seen,
-                        gone = out(reg) gone,
-                        options(nostack),
-                    );
-                }
-                if gone == 0 { Ok(seen) } else { Err(Gone) }
+                    )
+                };
+                if is_done { Ok(seen) } else { Err(Gone) }
             }
         }
     };

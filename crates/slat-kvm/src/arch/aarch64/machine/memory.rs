@@ -91,35 +91,6 @@ fn refusal(why: Unreachable) -> Refusal {
     }
 }
 
-/// Returns a loaded word, zero-extended.
-fn widened<W: Into<u64>>(loaded: Result<W, Gone>) -> Result<u64, Gone> {
-    loaded.map(Into::into)
-}
-
-/// Makes a guarded access of a word with 1 << `size` bytes, which fits in 8 bytes.
-macro_rules! of_size {
-    ($size:expr, $word:ident => $access:expr) => {
-        match $size {
-            0 => {
-                type $word = u8;
-                $access
-            }
-            1 => {
-                type $word = u16;
-                $access
-            }
-            2 => {
-                type $word = u32;
-                $access
-            }
-            _ => {
-                type $word = u64;
-                $access
-            }
-        }
-    };
-}
-
 impl Hypervisor for VcpuMachine {
     type Fault = Refusal;
 
@@ -132,7 +103,7 @@ impl Hypervisor for VcpuMachine {
         // SAFETY: `at` is in a page of guest memory that the engine has translated, which the guest may share with
         // other threads. The access is guarded.
         let loaded = fenced(order, || unsafe {
-            of_size!(size, Word => widened(slat_guard::load(at as *const Word)))
+            slat_guard::load_sized(at as *const u8, size)
         });
         self.guarded(at, loaded)
     }
@@ -141,7 +112,7 @@ impl Hypervisor for VcpuMachine {
     fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Refusal> {
         // SAFETY: `at` is in a page of guest memory that the engine has translated for a write. The access is guarded.
         let stored = fenced(order, || unsafe {
-            of_size!(size, Word => slat_guard::store(at as *mut Word, value as Word))
+            slat_guard::store_sized(at as *mut u8, size, value)
         });
         self.guarded(at, stored)
     }
@@ -168,22 +139,12 @@ impl Hypervisor for VcpuMachine {
         &mut self,
         at: u64,
         size: u8,
-        [old, new]: [u128; 2],
+        values: [u128; 2],
         order: Order,
     ) -> Result<u128, Refusal> {
-        let found = fenced(order, || {
-            if size == 4 {
-                // SAFETY: as in `store`. The address is a multiple of 16.
-                return unsafe { slat_guard::compare_exchange(at as *mut u128, old, new) }
-                    .map(|found| found.unwrap_or_else(|found| found));
-            }
-            // SAFETY: as in `store`.
-            unsafe {
-                of_size!(size, Word => {
-                    slat_guard::compare_exchange(at as *mut Word, old as Word, new as Word)
-                        .map(|found| u128::from(found.unwrap_or_else(|found| found)))
-                })
-            }
+        // SAFETY: as in `store`. A word of 16 bytes is aligned.
+        let found = fenced(order, || unsafe {
+            slat_guard::compare_exchange_sized(at as *mut u8, size, values)
         });
         self.guarded(at, found)
     }
