@@ -179,118 +179,78 @@ pub(crate) enum Kind {
     Fail,
 }
 
-/// Frequency of each kind of operation, relative to the others.
+/// A choice of operations: some kinds are more frequent than others, and some do not occur.
 #[derive(Clone, Copy)]
-pub struct Mix(&'static str, &'static [(Kind, u64)]);
+pub struct Mix {
+    name: &'static str,
+    /// The mix's column in [`FREQUENCIES`].
+    column: usize,
+}
+
+/// The frequency of each kind of operation, relative to the other kinds, in the mixes "all", "slots", "logs" and
+/// "clones".
+const FREQUENCIES: [(Kind, [u64; 4]); 25] = [
+    (Kind::Fork, [0, 0, 0, 6]),
+    (Kind::Turn, [0, 0, 0, 30]),
+    (Kind::End, [0, 0, 0, 4]),
+    (Kind::Translate, [700, 2, 500, 700]),
+    (Kind::Walk, [30, 0, 100, 0]),
+    (Kind::Region, [80, 8, 30, 60]),
+    (Kind::Regions, [30, 3, 20, 20]),
+    (Kind::Invalidate, [60, 0, 20, 60]),
+    (Kind::DirtyLog, [30, 0, 60, 20]),
+    (Kind::ClearLog, [25, 0, 120, 20]),
+    (Kind::ManualLog, [4, 0, 10, 3]),
+    (Kind::Collect, [5, 0, 30, 8]),
+    (Kind::ResetRings, [1, 0, 15, 4]),
+    (Kind::Prefault, [10, 0, 0, 10]),
+    (Kind::Convert, [16, 0, 12, 12]),
+    (Kind::FindSlot, [10, 6, 0, 0]),
+    (Kind::Policy, [12, 0, 30, 12]),
+    (Kind::RecoverNx, [12, 0, 0, 6]),
+    (Kind::Age, [3, 0, 0, 3]),
+    (Kind::Cold, [12, 0, 0, 3]),
+    (Kind::Promote, [6, 0, 0, 6]),
+    (Kind::Quiesce, [4, 0, 10, 4]),
+    (Kind::Replace, [2, 0, 0, 2]),
+    (Kind::UseSpace, [4, 1, 5, 4]),
+    (Kind::Fail, [10, 0, 20, 6]),
+];
 
 impl fmt::Debug for Mix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.0)
+        f.write_str(self.name)
     }
 }
 
 impl Mix {
     /// All kinds except those that clone the VM.
-    pub const ALL: Mix = Mix(
-        "all",
-        &[
-            (Kind::Translate, 700),
-            (Kind::Walk, 30),
-            (Kind::Region, 80),
-            (Kind::Regions, 30),
-            (Kind::Invalidate, 60),
-            (Kind::DirtyLog, 30),
-            (Kind::ClearLog, 25),
-            (Kind::ManualLog, 4),
-            (Kind::Collect, 5),
-            (Kind::ResetRings, 1),
-            (Kind::Prefault, 10),
-            (Kind::Convert, 16),
-            (Kind::FindSlot, 10),
-            (Kind::Policy, 12),
-            (Kind::RecoverNx, 12),
-            (Kind::Age, 3),
-            (Kind::Cold, 12),
-            (Kind::Promote, 6),
-            (Kind::Quiesce, 4),
-            (Kind::Replace, 2),
-            (Kind::UseSpace, 4),
-            (Kind::Fail, 10),
-        ],
-    );
+    pub const ALL: Mix = Mix::new("all", 0);
     /// Slot changes and look-ups.
-    pub const SLOTS: Mix = Mix(
-        "slots",
-        &[
-            (Kind::Region, 8),
-            (Kind::Regions, 3),
-            (Kind::FindSlot, 6),
-            (Kind::Translate, 2),
-            (Kind::UseSpace, 1),
-        ],
-    );
+    pub const SLOTS: Mix = Mix::new("slots", 1);
     /// Writes, and logs that are collected and cleared all the time.
-    pub const LOGS: Mix = Mix(
-        "logs",
-        &[
-            (Kind::Translate, 500),
-            (Kind::Walk, 100),
-            (Kind::Region, 30),
-            (Kind::Regions, 20),
-            (Kind::Invalidate, 20),
-            (Kind::DirtyLog, 60),
-            (Kind::ClearLog, 120),
-            (Kind::ManualLog, 10),
-            (Kind::Collect, 30),
-            (Kind::ResetRings, 15),
-            (Kind::Convert, 12),
-            (Kind::Policy, 30),
-            (Kind::Quiesce, 10),
-            (Kind::UseSpace, 5),
-            (Kind::Fail, 20),
-        ],
-    );
-
+    pub const LOGS: Mix = Mix::new("logs", 2);
     /// A VM and its clones, which access, log and lose memory in turns.
-    pub const CLONES: Mix = Mix(
-        "clones",
-        &[
-            (Kind::Fork, 6),
-            (Kind::Turn, 30),
-            (Kind::End, 4),
-            (Kind::Translate, 700),
-            (Kind::Region, 60),
-            (Kind::Regions, 20),
-            (Kind::Invalidate, 60),
-            (Kind::DirtyLog, 20),
-            (Kind::ClearLog, 20),
-            (Kind::ManualLog, 3),
-            (Kind::Collect, 8),
-            (Kind::ResetRings, 4),
-            (Kind::Prefault, 10),
-            (Kind::Convert, 12),
-            (Kind::Policy, 12),
-            (Kind::RecoverNx, 6),
-            (Kind::Age, 3),
-            (Kind::Cold, 3),
-            (Kind::Promote, 6),
-            (Kind::Quiesce, 4),
-            (Kind::Replace, 2),
-            (Kind::UseSpace, 4),
-            (Kind::Fail, 6),
-        ],
-    );
+    pub const CLONES: Mix = Mix::new("clones", 3);
+
+    const fn new(name: &'static str, column: usize) -> Self {
+        Mix { name, column }
+    }
 
     pub(crate) fn pick(self, rng: &mut Rng) -> Kind {
-        let sum = self.1.iter().map(|(_, weight)| weight).sum();
-        let mut left = rng.below(sum);
-        for (kind, weight) in self.1 {
-            match left.checked_sub(*weight) {
+        let frequencies = || {
+            FREQUENCIES
+                .iter()
+                .map(|(kind, all)| (*kind, all[self.column]))
+        };
+        let mut left = rng.below(frequencies().map(|(_, frequency)| frequency).sum());
+        for (kind, frequency) in frequencies() {
+            match left.checked_sub(frequency) {
                 Some(rest) => left = rest,
-                None => return *kind,
+                None => return kind,
             }
         }
-        unreachable!("below the sum of the weights")
+        unreachable!("below the sum of the frequencies")
     }
 }
 
