@@ -28,15 +28,13 @@
 use crate::Gone;
 
 mod sealed {
-    use std::ops::{BitAnd, BitOr, BitXor};
+    use std::ops::{BitAnd, BitOr};
 
     /// The machine accesses, each by one instruction or a few. Each architecture has its own implementation (`arch`).
     ///
     /// # Safety
     /// `load` has the requirements of [`load`](super::load), and all others have those of [`store`](super::store).
-    pub trait Sealed:
-        Copy + Eq + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
-    {
+    pub trait Sealed: Copy + Eq + BitAnd<Output = Self> + BitOr<Output = Self> {
         unsafe fn load(p: *const Self) -> Result<Self, crate::Gone>;
         unsafe fn store(p: *mut Self, v: Self) -> Result<(), crate::Gone>;
         unsafe fn compare_exchange(
@@ -127,16 +125,6 @@ pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { update(p, |old| old | v) }
-}
-
-/// Does a locked XOR, returns the old value.
-///
-/// # Safety
-/// The requirements of [`store`].
-#[inline(always)]
-pub unsafe fn fetch_xor<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
-    unsafe { update(p, |old| old ^ v) }
 }
 
 /// Runs a compare-and-exchange loop, for operations that no single instruction does while returning the old value.

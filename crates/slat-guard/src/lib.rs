@@ -36,9 +36,7 @@ mod sized;
 mod sync;
 mod table;
 
-pub use access::{
-    Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
-};
+pub use access::{Word, compare_exchange, fetch_add, fetch_and, fetch_or, load, store, swap};
 pub use bulk::{copy, copy_in, copy_out, fill, fill_elements, matches};
 pub use generated::set_generated;
 pub use section::{Section, blockable, change_mask, defer, never_block, on_deferral};

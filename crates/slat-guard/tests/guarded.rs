@@ -53,8 +53,7 @@ fn locked_operations_return_what_was_there() {
         assert_eq!(fetch_add(q, 5), Ok(0));
         assert_eq!(fetch_or(q, 8), Ok(5));
         assert_eq!(fetch_and(q, 12), Ok(13));
-        assert_eq!(fetch_xor(q, 1), Ok(12));
-        assert_eq!(swap(q, 7), Ok(13));
+        assert_eq!(swap(q, 7), Ok(12));
         assert_eq!(compare_exchange(q, 7, 9), Ok(Ok(7)));
         assert_eq!(compare_exchange(q, 7, 9), Ok(Err(9)));
         let w = p.add(16).cast::<u128>();
@@ -86,10 +85,9 @@ unsafe fn locked_operations_at<T: Word + std::fmt::Debug>(p: *mut T, values: [T;
         assert_eq!(compare_exchange(p, a, c), Ok(Err(b)));
         assert_eq!(swap(p, a), Ok(b));
         assert_eq!(fetch_add(p, b), Ok(a));
-        assert_eq!(fetch_xor(p, b), Ok(sum));
-        assert_eq!(fetch_and(p, c), Ok(sum ^ b));
-        assert_eq!(fetch_or(p, b), Ok((sum ^ b) & c));
-        assert_eq!(load(p), Ok((sum ^ b) & c | b));
+        assert_eq!(fetch_and(p, c), Ok(sum));
+        assert_eq!(fetch_or(p, b), Ok(sum & c));
+        assert_eq!(load(p), Ok(sum & c | b));
         assert_eq!(copy_in(&mut expected[16..16 + bytes], p.cast()), Ok(()));
         assert_eq!(matches(around, &expected), Ok(true));
     }
