@@ -1,7 +1,7 @@
 //! The registers in GDB's numbering and formats: GDB's features `org.gnu.gdb.aarch64.core` and `.fpu`.
 
 use crate::arch::aarch64::cpu::State;
-use crate::gdb::Register;
+use crate::gdb::{Register, block_bytes, fill_block};
 use slat_a64::Pstate;
 
 const CORE: &str = "org.gnu.gdb.aarch64.core";
@@ -20,7 +20,7 @@ const COUNT: usize = 68;
 pub const REGISTERS: [Register; COUNT] = table();
 
 /// The number of bytes of the values of all registers, one after another.
-pub const BLOCK: usize = 33 * 8 + 4 + 32 * 16 + 2 * 4;
+pub const BLOCK: usize = block_bytes(&REGISTERS);
 
 const fn table() -> [Register; COUNT] {
     const X: [&str; 31] = [
@@ -33,12 +33,7 @@ const fn table() -> [Register; COUNT] {
         "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",
         "v27", "v28", "v29", "v30", "v31",
     ];
-    let mut table = [Register {
-        name: "",
-        bytes: 8,
-        kind: "int64",
-        feature: CORE,
-    }; COUNT];
+    let mut table = [Register::new("", 8, "int64", CORE); COUNT];
     let mut at = 0;
     while at < COUNT {
         let (name, bytes, kind, feature) = match at {
@@ -50,12 +45,7 @@ const fn table() -> [Register; COUNT] {
             FPSR => ("fpsr", 4, "int", FPU),
             _ => ("fpcr", 4, "int", FPU),
         };
-        table[at] = Register {
-            name,
-            bytes,
-            kind,
-            feature,
-        };
+        table[at] = Register::new(name, bytes, kind, feature);
         at += 1;
     }
     table
@@ -76,22 +66,14 @@ fn value(state: &State, register: usize) -> u128 {
 
 /// Writes the values of all registers to `block`.
 pub(crate) fn get(state: &State, block: &mut [u8; BLOCK]) {
-    let mut rest = &mut block[..];
-    for (register, Register { bytes, .. }) in REGISTERS.iter().enumerate() {
-        let (part, after) = rest.split_at_mut(*bytes);
-        part.copy_from_slice(&value(state, register).to_le_bytes()[..*bytes]);
-        rest = after;
-    }
+    fill_block(&REGISTERS, |register| value(state, register), block);
 }
 
 /// Sets a register. Returns `false` for a value of another size, and for a PSTATE of a mode that does not exist.
 pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
-    if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
+    let Some(wide) = (REGISTERS.get(register)).and_then(|known| known.parse(value)) else {
         return false;
-    }
-    let mut bytes = [0; 16];
-    bytes[..value.len()].copy_from_slice(value);
-    let wide = u128::from_le_bytes(bytes);
+    };
     let value = wide as u64;
     match register {
         0..SP => state.x[register] = value,

@@ -2,7 +2,7 @@
 //! feature with the system registers.
 
 use crate::arch::x86_64::regs;
-use crate::gdb::Register;
+use crate::gdb::{Register, block_bytes, fill_block};
 use slat_x86::State;
 use slat_x86::state::flags;
 
@@ -18,7 +18,7 @@ const COUNT: usize = 67;
 pub const REGISTERS: [Register; COUNT] = table();
 
 /// The number of bytes of the values of all registers, one after another.
-pub const BLOCK: usize = offset(COUNT);
+pub const BLOCK: usize = block_bytes(&REGISTERS);
 
 /// The number of RIP.
 const RIP: usize = 16;
@@ -55,12 +55,7 @@ const fn table() -> [Register; COUNT] {
         "efer",
         "cs_base",
     ];
-    let mut table = [Register {
-        name: "",
-        bytes: 8,
-        kind: "int64",
-        feature: CORE,
-    }; COUNT];
+    let mut table = [Register::new("", 8, "int64", CORE); COUNT];
     let mut at = 0;
     while at < COUNT {
         let (name, bytes, kind, feature) = match at {
@@ -76,26 +71,10 @@ const fn table() -> [Register; COUNT] {
             58 => ("gs_base", 8, "int64", SEGMENTS),
             _ => (CONTROL_NAMES[at - CONTROL], 8, "int64", SYSTEM),
         };
-        table[at] = Register {
-            name,
-            bytes,
-            kind,
-            feature,
-        };
+        table[at] = Register::new(name, bytes, kind, feature);
         at += 1;
     }
     table
-}
-
-/// Returns the offset of a register's value among the values of all registers.
-const fn offset(register: usize) -> usize {
-    let table = table();
-    let (mut at, mut bytes) = (0, 0);
-    while at < register {
-        bytes += table[at].bytes;
-        at += 1;
-    }
-    bytes
 }
 
 /// The CPU's indices of RAX to RSP, in GDB's order.
@@ -167,23 +146,15 @@ fn value(state: &State, register: usize) -> u128 {
 
 /// Writes the values of all registers.
 pub(crate) fn get(state: &State, to: &mut [u8; BLOCK]) {
-    let mut rest = &mut to[..];
-    for (register, Register { bytes, .. }) in REGISTERS.iter().enumerate() {
-        let (part, after) = rest.split_at_mut(*bytes);
-        part.copy_from_slice(&value(state, register).to_le_bytes()[..*bytes]);
-        rest = after;
-    }
+    fill_block(&REGISTERS, |register| value(state, register), to);
 }
 
 /// Sets a register. Returns `false` for a value of the wrong size, and for a register that cannot be set without
 /// further checks: selectors, system registers, and the x87's registers except ST0 to ST7.
 pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
-    if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
+    let Some(wide) = (REGISTERS.get(register)).and_then(|known| known.parse(value)) else {
         return false;
-    }
-    let mut bytes = [0; 16];
-    bytes[..value.len()].copy_from_slice(value);
-    let wide = u128::from_le_bytes(bytes);
+    };
     let value = wide as u64;
     match register {
         0..RIP => state.gpr[gpr(register)] = value,
@@ -192,13 +163,13 @@ pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
         ST..X87 => {
             let mut image = state.to_fxsave();
             let at = 32 + 16 * (register - ST);
-            image[at..at + 10].copy_from_slice(&bytes[..10]);
+            image[at..at + 10].copy_from_slice(&wide.to_le_bytes()[..10]);
             state.set_fxsave(&image);
         }
         XMM..MXCSR => state.xmm[register - XMM] = wide,
         MXCSR => {
             let mut image = state.to_fxsave();
-            image[24..28].copy_from_slice(&bytes[..4]);
+            image[24..28].copy_from_slice(&wide.to_le_bytes()[..4]);
             state.set_fxsave(&image);
         }
         BASES => state.fs.base = value,
@@ -212,6 +183,11 @@ pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
 mod tests {
     use super::*;
     use slat_x86::state::{MXCSR_MASK, MXCSR_MM};
+
+    /// Returns the offset of a register's value in the block.
+    fn offset(register: usize) -> usize {
+        block_bytes(&REGISTERS[..register])
+    }
 
     #[test]
     fn what_is_set_is_read() {
