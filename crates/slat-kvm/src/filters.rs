@@ -7,6 +7,7 @@
 //! that it starts later. So the same thread of slat also opens slat's files.
 
 use crate::background;
+use crate::compiler;
 use crate::irqfd;
 use crate::process::PerProcess;
 use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticker, trace};
@@ -80,7 +81,7 @@ fn start_threads() {
     helper::start(background::start);
     profile::start();
     ticker::start();
-    crate::arch::prepare_compiler();
+    compiler::prepare();
     irqfd::start();
     recovery::start();
     publish::start();

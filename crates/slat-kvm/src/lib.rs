@@ -27,6 +27,7 @@
 //! | | `io_bus`, `io_devices` | the devices that a guest reaches without the client, by ranges of addresses |
 //! | | `vfio`, `file_id` | VFIO's device, and the identity of open files |
 //! | | `exit` | how `KVM_RUN` describes an exit |
+//! | | `compiler` | which VMs use the compiler of guest code, and when its threads start |
 //! | | `ticker`, `exit_times` | timers; how long exits take |
 //! | | `steal_time` | how long threads that run vCPUs wait for the host |
 //! | | `gdb` | a register, as GDB describes it |
@@ -115,6 +116,7 @@ mod arch;
 mod background;
 mod call;
 mod coalesced;
+mod compiler;
 mod counters;
 mod device;
 mod entered;
@@ -149,6 +151,8 @@ mod vm;
 mod words;
 
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, StatsFd, VcpuFd, VmFd};
+/// The tiers of the compiler of guest code.
+pub use arch::Tier;
 /// The types and functions of the Rust API that not every architecture has.
 pub use arch::for_clients::*;
 /// The items of this architecture that slat's other crates and tests use. Their API is not stable.
@@ -161,3 +165,4 @@ pub use run::watch_signals;
 use slat_host::process;
 pub use thread::signal_arrived;
 pub use vcpu_common::interrupt_thread;
+pub use words::Jit;

@@ -2,6 +2,7 @@
 //! for all VMs of the process.
 
 use crate::arch::{self, Counters};
+use crate::compiler;
 use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
 use crate::messages;
@@ -57,7 +58,7 @@ pub fn totals() -> Totals {
         sum.memory.add(&vm.stats());
     }
     vcpu_common::add_cpu_counters(&mut sum.cpu);
-    sum.interprets = arch::why_not_compiled();
+    sum.interprets = compiler::why_not();
     sum
 }
 

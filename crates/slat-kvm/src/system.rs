@@ -1,10 +1,11 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
-use crate::arch::{self, CpuChoice, VmType};
+use crate::arch::{self, VmType};
 use crate::errno::Result;
 use crate::policy;
 use crate::run_page::{memfd, mmap_size, sized_memfd};
 use crate::vm::VmObject;
+use crate::words::Jit;
 use crate::{caps, filters};
 use kvm_bindings::KVM_API_VERSION;
 use slat::MmuKind;
@@ -51,8 +52,8 @@ impl System {
         mmap_size()
     }
 
-    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `None`: the environment decides. `cpu` has the
-    /// client's policies for the CPUs.
+    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `jit` says which code its CPUs compile. For each,
+    /// `None` means that the environment decides.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not
@@ -61,11 +62,11 @@ impl System {
         &self,
         vm_type: u64,
         mmu: Option<MmuKind>,
-        cpu: CpuChoice,
+        jit: Option<Jit>,
     ) -> Result<(Arc<VmObject>, OwnedFd)> {
         let vm_type = VmType::of(vm_type)?;
         filters::kvm_is_used();
         let fd = memfd(c"kvm-vm", 0, true)?;
-        Ok((VmObject::new(vm_type, mmu, cpu)?, fd))
+        Ok((VmObject::new(vm_type, mmu, jit)?, fd))
     }
 }

@@ -1,4 +1,6 @@
-//! The words for the values of policies.
+//! The words for the values of policies, and the policies that every architecture has.
+
+use crate::arch::Tier;
 
 /// Declares the words for the values of a policy. Messages to the user list these words.
 macro_rules! words {
@@ -82,4 +84,20 @@ pub struct Switch(pub bool);
 self::words! { Switch, "on, off":
     "on" => Switch(true),
     "off" => Switch(false),
+}
+
+/// The name of the policy [`Jit`], which says what guest code is compiled.
+pub(crate) const JIT: &str = "jit";
+
+/// The policy that says which guest code is compiled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Jit {
+    /// No code: all code is interpreted.
+    Off,
+    /// Code that runs often is compiled, by slat's own threads.
+    #[default]
+    On,
+    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
+    /// slow, and is only for testing the compiler.
+    AtOnce(Tier),
 }

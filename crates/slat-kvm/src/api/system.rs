@@ -2,10 +2,10 @@
 
 use super::VmFd;
 use super::descriptors::Descriptor;
-use crate::arch::CpuChoice;
 use crate::errno::{Error, Result, last};
 use crate::ioctl::Object;
 use crate::system::System;
+use crate::words::Jit;
 use kvm_ioctls::Cap;
 use slat::MmuKind;
 use std::ffi::CStr;
@@ -18,8 +18,8 @@ pub struct Kvm {
     pub(crate) system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
-    /// The policies of the CPUs that a program has chosen, whatever the environment says.
-    pub(crate) cpu: CpuChoice,
+    /// The program's choice of the code that is compiled. `None`: the environment decides.
+    jit: Option<Jit>,
 }
 
 impl Kvm {
@@ -38,6 +38,16 @@ impl Kvm {
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Kvm {
             mmu: Some(mmu),
+            ..self
+        }
+    }
+
+    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this.
+    /// (`kvm_ioctls` has no such method.)
+    #[must_use]
+    pub fn with_jit(self, jit: Jit) -> Self {
+        Kvm {
+            jit: Some(jit),
             ..self
         }
     }
@@ -84,7 +94,7 @@ impl Kvm {
             system: Arc::new(System),
             fd,
             mmu: None,
-            cpu: CpuChoice::default(),
+            jit: None,
         }
     }
 
@@ -141,7 +151,7 @@ impl Kvm {
     /// # Errors
     /// `EINVAL` for a type that the architecture does not have, and the errors of [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
-        let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.cpu)?;
+        let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.jit)?;
         let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }

@@ -12,7 +12,7 @@
 //! |---|---|---|
 //! | ioctls | `requests`, `name_of_request`; `Plain` for its structs | |
 //! | memory | `table_formats`, `USER_END`, `MEMORY_ATTRIBUTES` | |
-//! | settings | `CpuPolicy` with `DEFAULTS`, `name`, `expected`, `value` and `parse`; `CpuPolicies` with `set`; `CpuChoice`, `nests`; `parameter_names`, `parameter`, `WRITABLE_PARAMETERS`, `set_parameter` | |
+//! | settings | `CpuPolicy` with `DEFAULTS`, `name`, `expected`, `value` and `parse`; `CpuPolicies` with `set`; `nests`; `parameter_names`, `parameter`, `WRITABLE_PARAMETERS`, `set_parameter` | |
 //! | `/dev/kvm` | `capability`, `VmType` with `of` and `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | |
 //! | a VM | `VmState` with `new`, `check_slot` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
 //! | devices | `VmDevice` with `exists`, `link`, `has`, `get` and `set` | of `VmObject`: `create_arch_device` |
@@ -24,7 +24,7 @@
 //! | `KVM_RUN` | `reason`, `trace_entry`, `trace_exit` | of `VcpuObject`, in this order: `prepare`, `begin_run`, `update_guest`, `deliver_events`, `handle` for each exit, `has_late_exit`, `publish`; of `Inner`: `begin_requested`, `enters_guest`, `left_guest` |
 //! | a debugger | `Probe`, `ProbeHit`, `ProbeKind`, `REGISTERS`, `BLOCK`, `get_registers`, `set_register` | |
 //! | statistics | `Counters`, `Exits`, `Reason` with `NAMES`, `NEVER`, `NEVER_IN`, `meaning`, `ticks`, `ticks_khz` | |
-//! | the compiler | `prepare_compiler`, `why_not_compiled` | |
+//! | the compiler | `Compiler`, `Tier`, `Compile`; `Compiling` with `rule`, `start`, `compiler` and `WHY_NONE` | |
 //! | the Rust API | `exit` for the exits that not every architecture has, `for_clients` | of `Kvm`: `create_vm`; kvm-ioctls' methods that only this architecture has |
 //! | slat's other crates | `for_other_crates`, with `perf` | |
 //!
@@ -42,12 +42,12 @@ use aarch64 as chosen;
 use x86_64 as chosen;
 
 pub(crate) use chosen::{
-    Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
+    Compile, Compiler, Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
     abi::name_of_request,
     caps::capability,
     chips::Controllers,
     clock::{note_start, ticks, ticks_khz},
-    compiler::{prepare as prepare_compiler, why_not as why_not_compiled},
+    compiler::Compiling,
     counters::{Exits, NEVER, NEVER_IN, Reason, meaning, reason},
     devices::{Device, VmTimer},
     exits::exit,
@@ -69,10 +69,10 @@ pub(crate) use chosen::{
     vm_device::VmDevice,
 };
 pub use chosen::{
-    abi as requests, for_clients, for_other_crates,
+    Tier, abi as requests, for_clients, for_other_crates,
     gdb::{BLOCK, REGISTERS},
     limits::ADDRESS_SPACES,
-    policy::{CpuChoice, CpuPolicies, CpuPolicy},
+    policy::{CpuPolicies, CpuPolicy},
 };
 
 #[cfg(not(any(target_arch = "aarch64", target_arch = "x86_64")))]

@@ -2,7 +2,7 @@
 
 use super::{Answer, Object, of_arch, value};
 use crate::abi::*;
-use crate::arch::{self, CpuChoice};
+use crate::arch;
 use crate::errno::{Result, fail};
 use crate::system::System;
 
@@ -15,7 +15,7 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
         KVM_GET_API_VERSION | KVM_GET_VCPU_MMAP_SIZE => fail(libc::EINVAL),
         KVM_CHECK_EXTENSION => value(system.check_extension(argument)),
         KVM_CREATE_VM => {
-            let (vm, fd) = system.create_vm(argument, None, CpuChoice::default())?;
+            let (vm, fd) = system.create_vm(argument, None, None)?;
             Ok(Answer::Created(Object::Vm(vm), fd))
         }
         // KVM returns this errno for an unknown request to `/dev/kvm`; for an unknown request to a VM, KVM returns

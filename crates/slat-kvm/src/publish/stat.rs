@@ -20,7 +20,8 @@
 
 use super::writer::{Writer, names, values};
 use super::{vcpu_at, vm_from};
-use crate::arch::{self, Counters, Exits};
+use crate::arch::{Counters, Exits};
+use crate::compiler;
 use crate::engine::EngineVm;
 use crate::report;
 use crate::vcpu_common::VcpuCommon;
@@ -92,7 +93,7 @@ pub(super) fn answer(to: &mut Writer<'_>) -> fmt::Result {
     names(to, "memory", Stats::NAMES)?;
     names(to, "cpu", &Counters::NAMES)?;
     names(to, "exits", Exits::NAMES)?;
-    if let Some(why) = arch::why_not_compiled() {
+    if let Some(why) = compiler::why_not() {
         writeln!(to, "interprets {why}")?;
     }
     let ended = report::ended();

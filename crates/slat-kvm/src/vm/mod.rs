@@ -15,7 +15,7 @@ mod interrupts;
 mod memory;
 mod userfault;
 
-use crate::arch::{CpuChoice, VmState, VmType};
+use crate::arch::{VmState, VmType};
 use crate::call::{Call, Life};
 use crate::caps::ADDRESS_SPACES;
 use crate::coalesced::Coalesced;
@@ -28,6 +28,7 @@ use crate::irq::Interrupts;
 use crate::policy;
 use crate::vcpus::Vcpus;
 use crate::vfio::Devices;
+use crate::words::Jit;
 use crate::{arch, last_thread, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::MmuKind;
@@ -63,14 +64,18 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM of this type without memory and vCPUs. `mmu` makes its tables; `None`: the environment decides.
-    /// `cpu` has the client's policies for the CPUs.
+    /// Creates a VM of this type without memory and vCPUs. `mmu` makes its tables; `jit` says which code its
+    /// CPUs compile. For each, `None` means that the environment decides.
     ///
     /// # Errors
     /// `ENOMEM`; `EINVAL` for invalid policies in the environment, for an MMU that does not exist for the format, and
     /// for a format whose pages are not as large as those of this process; the host's error for setting up the
     /// platform.
-    pub(crate) fn new(vm_type: VmType, mmu: Option<MmuKind>, cpu: CpuChoice) -> Result<Arc<Self>> {
+    pub(crate) fn new(
+        vm_type: VmType,
+        mmu: Option<MmuKind>,
+        jit: Option<Jit>,
+    ) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES as usize);
         config.policy = policy::of_new_vms()?.get();
@@ -88,7 +93,7 @@ impl VmObject {
         let engine = EngineVm::new(format, config)?;
         let coalesced = Coalesced::new()?;
         last_thread::start();
-        let arch = VmState::new(vm_type, policies, cpu)?;
+        let arch = VmState::new(vm_type, jit.unwrap_or(policies.cpu.jit))?;
         let number = publish::vm_begins(&engine)?;
         notify::register(&engine);
         recovery::begin();

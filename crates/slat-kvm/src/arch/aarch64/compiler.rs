@@ -1,20 +1,14 @@
-//! The thread that compiles the guests' hot code. slat starts it before a process's first vCPU exists. So the client
-//! cannot yet have installed a seccomp filter that forbids the thread's system calls. A forked child that creates VMs
-//! starts a thread of its own.
+//! The thread that compiles the guests' hot code.
 
-use crate::arch::aarch64::policy::Jit;
+use crate::arch::aarch64::cpu::Tier;
 use crate::background::{self, Background};
-use crate::policy;
-use crate::process::PerProcess;
+use crate::words::Jit;
 use slat_a64::{Compile, Compiler};
 use std::ffi::CStr;
 use std::sync::Arc;
 
-/// The compiler of a process. `None`: there is no address space for code, or the host cannot make all threads see new
-/// code.
-struct Compiling(Option<Arc<Compiler>>);
-
-static COMPILING: PerProcess<Compiling> = PerProcess::new();
+/// The compiler of a process.
+pub(crate) struct Compiling(Option<Arc<Compiler>>);
 
 impl Default for Compiling {
     fn default() -> Self {
@@ -22,38 +16,27 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and the rule by which a VM with `jit` compiles code. Starts the compiler's thread if
-/// it does not run. `None`: no code should be compiled, or there can be no compiler. Then the interpreter runs all
-/// code.
-pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
-    let compile = match jit {
-        Jit::Off => return None,
-        Jit::On => Compile::Hot,
-        Jit::AtOnce => Compile::AtOnce,
-    };
-    let compiling = COMPILING.get_or_start(|compiling| {
-        background::start(compiling);
-    });
-    Some((compiling.0.clone()?, compile))
-}
+impl Compiling {
+    /// The reason why a process may have no compiler.
+    pub(crate) const WHY_NONE: &str = "the host has no address space for code, or no membarrier";
 
-/// Starts the compiler's thread, if the policies of this process let code be compiled.
-pub(crate) fn prepare() {
-    if let Ok(policies) = policy::current() {
-        start(policies.cpu.jit);
+    /// Returns when code is compiled; `None`: never.
+    pub(crate) fn rule(jit: Jit) -> Option<Compile> {
+        match jit {
+            Jit::Off => None,
+            Jit::On => Some(Compile::Hot),
+            Jit::AtOnce(Tier::Full) => Some(Compile::AtOnce),
+        }
     }
-}
 
-/// Returns the reason why no code is compiled. `None`: code is compiled.
-pub(crate) fn why_not() -> Option<&'static str> {
-    if !policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
-        return Some("jit is off");
+    /// Starts the thread.
+    pub(crate) fn start(&'static self) {
+        background::start(self);
     }
-    // `peek` is used because `get` would make the value, and no thread would be started for that value.
-    match &COMPILING.peek()?.0 {
-        None => Some("the host has no address space for code, or no membarrier"),
-        Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
-        Some(_) => None,
+
+    /// Returns the compiler, if there can be one.
+    pub(crate) fn compiler(&self) -> Option<&Arc<Compiler>> {
+        self.0.as_ref()
     }
 }
 

@@ -10,7 +10,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 pub(crate) use slat_a64::State;
 
-/// How many instructions a run executes before it counts them.
+/// The tiers of the CPU's compiler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// Cranelift.
+    Full,
+}
+
+/// The number of instructions that a run executes before it counts them.
 const BATCH: u64 = 1 << 16;
 
 /// The CPU of a vCPU.
@@ -31,7 +38,7 @@ pub(crate) trait Machine: Hypervisor<Fault = Refusal> {}
 
 impl<M: Hypervisor<Fault = Refusal>> Machine for M {}
 
-/// Why a run of the CPU ended.
+/// The reason why a run of the CPU ended.
 #[derive(Debug)]
 pub(crate) enum Exit {
     /// A bit of the attention word is set.
@@ -63,7 +70,7 @@ pub(crate) enum Exit {
     Probe(ProbeHit),
 }
 
-/// Why the processor cannot access guest-physical memory.
+/// The reason why the processor cannot access guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// No memslot has the address, or a write is to a read-only memslot.
@@ -121,7 +128,7 @@ pub(crate) struct Probe {
     pub(crate) bytes: u64,
 }
 
-/// Why a probe has stopped a CPU.
+/// The reason why a probe has stopped a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProbeHit {
     /// A code probe is at the next instruction.

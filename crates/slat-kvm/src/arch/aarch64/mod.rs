@@ -75,8 +75,9 @@ pub(crate) mod vcpu_state;
 mod vm;
 pub(crate) mod vm_device;
 
-pub use cpu::Counters;
+pub use cpu::{Counters, Tier};
 pub(crate) use cpu::{Executor, Exit, Probe, ProbeHit, ProbeKind};
+pub(crate) use slat_a64::{Compile, Compiler};
 
 /// The types and functions of the Rust API that not every architecture has.
 pub mod for_clients {

@@ -1,15 +1,15 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
-use crate::arch::aarch64::compiler;
 use crate::arch::aarch64::eager_split;
 use crate::arch::aarch64::invalidated::Invalidated;
 use crate::arch::aarch64::limits::MAX_VCPUS;
-use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
 use crate::arch::aarch64::timer::Offsets;
+use crate::compiler;
 use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Result, fail};
-use crate::policy::{self, Policies};
+use crate::policy;
+use crate::words::Jit;
 use kvm_bindings::{
     KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, KVM_CAP_MAX_VCPUS, KVM_CAP_MSI_DEVID,
     KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2,
@@ -94,9 +94,9 @@ impl VmState {
     ///
     /// # Errors
     /// No error can happen.
-    pub(crate) fn new(vm_type: VmType, policies: &Policies, _: CpuChoice) -> Result<Self> {
+    pub(crate) fn new(vm_type: VmType, jit: Jit) -> Result<Self> {
         Ok(VmState {
-            compiler: compiler::start(policies.cpu.jit),
+            compiler: compiler::start(jit),
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
             counter_offsets: Offsets::default(),

@@ -1,14 +1,10 @@
-//! The threads that compile the guests' hot code, one for each tier. slat starts these threads before the process's
-//! first vCPU exists. At that time the client has not yet installed a seccomp filter that could forbid the threads'
-//! system calls. A forked child that creates VMs starts threads of its own.
+//! The threads that compile the guests' hot code, one for each tier.
 
 use crate::arch::x86_64::cpu_policies;
 use crate::arch::x86_64::perf;
-use crate::arch::x86_64::policy::Jit;
 use crate::background::{self, Background};
-use crate::policy;
-use crate::process::PerProcess;
 use crate::symbols;
+use crate::words::Jit;
 use slat_x86::{Compile, Compiler, Tier};
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -19,13 +15,11 @@ struct Baseline(Option<Arc<Compiler>>);
 /// Cranelift's thread.
 struct Full(Option<Arc<Compiler>>);
 
-struct Compiling {
-    compiler: Option<Arc<Compiler>>,
+/// The compiler of a process.
+pub(crate) struct Compiling {
     baseline: Baseline,
     full: Full,
 }
-
-static COMPILING: PerProcess<Compiling> = PerProcess::new();
 
 impl Default for Compiling {
     fn default() -> Self {
@@ -37,45 +31,33 @@ impl Default for Compiling {
         }
         Self {
             baseline: Baseline(compiler.clone()),
-            full: Full(compiler.clone()),
-            compiler,
+            full: Full(compiler),
         }
     }
 }
 
-/// Returns the process's compiler, and the rule that says which code a VM with the policy `jit` compiles. Starts the
-/// compiler's threads if they do not run. `None`: no code should be compiled, or there is no address space for code.
-/// Then the interpreter runs all code.
-pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
-    let compile = match jit {
-        Jit::Off => return None,
-        Jit::On => Compile::Hot,
-        Jit::AtOnce(tier) => Compile::AtOnce(tier),
-    };
-    let compiling = COMPILING.get_or_start(|compiling| {
-        background::start(&compiling.baseline);
-        background::start(&compiling.full);
-    });
-    Some((compiling.compiler.clone()?, compile))
-}
+impl Compiling {
+    /// The reason why a process may have no compiler.
+    pub(crate) const WHY_NONE: &str = "the host has no address space for code";
 
-/// Starts the compiler's threads, if the policies of this process let code be compiled.
-pub(crate) fn prepare() {
-    if let Ok(policies) = policy::current() {
-        start(policies.cpu.jit);
+    /// Returns when code is compiled; `None`: never.
+    pub(crate) fn rule(jit: Jit) -> Option<Compile> {
+        match jit {
+            Jit::Off => None,
+            Jit::On => Some(Compile::Hot),
+            Jit::AtOnce(tier) => Some(Compile::AtOnce(tier)),
+        }
     }
-}
 
-/// Returns the reason why no code is compiled. `None`: code is compiled.
-pub(crate) fn why_not() -> Option<&'static str> {
-    if !policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
-        return Some("jit is off");
+    /// Starts the threads.
+    pub(crate) fn start(&'static self) {
+        background::start(&self.baseline);
+        background::start(&self.full);
     }
-    // `peek` is used, not `get`, because `get` would create the value without starting the threads.
-    match &COMPILING.peek()?.compiler {
-        None => Some("the host has no address space for code"),
-        Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
-        Some(_) => None,
+
+    /// Returns the compiler, if there can be one.
+    pub(crate) fn compiler(&self) -> Option<&Arc<Compiler>> {
+        self.full.0.as_ref()
     }
 }
 

@@ -83,16 +83,14 @@ pub(crate) mod vcpu_state;
 pub(crate) mod vm;
 pub(crate) mod vm_device;
 
-pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind};
+pub use slat_x86::{Compile, Compiler, Counters, Executor, Exit, Probe, ProbeHit, ProbeKind, Tier};
 
 /// The types and functions of the Rust API that not every architecture has.
 pub mod for_clients {
-    pub use super::policy::Jit;
     pub use kvm_ioctls::{
         KvmNestedStateBuffer, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange,
         MsrFilterRangeFlags, ReadMsrExit, SyncReg, WriteMsrExit, reg_size,
     };
-    pub use slat_x86::Tier;
 }
 
 /// The items that slat's other crates and tests use.

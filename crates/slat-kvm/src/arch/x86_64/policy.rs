@@ -1,23 +1,7 @@
 //! The policies of x86's software CPU.
 
-use crate::words::{Switch, policies, words};
+use crate::words::{JIT, Jit, Switch, policies, words};
 use slat_x86::Tier;
-
-/// The name of the policy [`Jit`], which says what guest code is compiled.
-pub const JIT: &str = "jit";
-
-/// Which of the guests' code is compiled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Jit {
-    /// No code: all code is interpreted.
-    Off,
-    /// Code that runs often is compiled, by slat's own threads.
-    #[default]
-    On,
-    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
-    /// slow, and is only for testing the compiler.
-    AtOnce(Tier),
-}
 
 words! { Jit, "on, off, at-once, at-once-baseline":
     "on" => Jit::On,
@@ -75,26 +59,26 @@ words! { Processor, "host, amd, intel":
 }
 
 policies! {
-    /// Which of the guests' code is compiled.
+    /// The guest code that is compiled.
     JIT Jit(Jit) = Jit::On;
     /// Whether guests are offered SVM.
     NESTED Nested(Switch) = Switch(true);
-    /// Which file the compiler writes for perf.
+    /// The file that the compiler writes for perf.
     JIT_MAP JitMap(JitMap) = JitMap::Off;
-    /// Which vendor's processor guests are offered.
+    /// The vendor of the processor that guests are offered.
     CPU Processor(Processor) = Processor::Host;
 }
 
 /// The values of the policies of the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuPolicies {
-    /// Which of the guests' code is compiled.
+    /// The guest code that is compiled.
     pub jit: Jit,
     /// Whether guests are offered SVM.
     pub nested: bool,
     /// The files that the compiler writes for perf.
     pub jit_map: JitMap,
-    /// Which vendor's processor guests are offered.
+    /// The vendor of the processor that guests are offered.
     pub processor: Processor,
 }
 
@@ -119,14 +103,6 @@ impl CpuPolicies {
             CpuPolicy::Processor(value) => self.processor = value,
         }
     }
-}
-
-/// The policies that a client of the Rust API sets for the CPUs of its VMs. These policies override those in the
-/// environment.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct CpuChoice {
-    /// Which of the guests' code is compiled. `None`: the environment decides.
-    pub jit: Option<Jit>,
 }
 
 /// Whether the policies allow VMs to shadow the nested tables of guests that are hypervisors.

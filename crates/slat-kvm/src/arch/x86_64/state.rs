@@ -1,14 +1,13 @@
 //! x86's state of a VM, and of the part of a vCPU that other threads use.
 
 use crate::arch::x86_64::clock::VmClock;
-use crate::arch::x86_64::compiler;
 use crate::arch::x86_64::hyperv::{Hyperv, VirtualProcessor};
 use crate::arch::x86_64::options::Options;
-use crate::arch::x86_64::policy::CpuChoice;
 use crate::arch::x86_64::quirks::Quirks;
+use crate::compiler;
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail, no_memory};
-use crate::policy::Policies;
+use crate::words::Jit;
 use kvm_bindings::*;
 use slat_irqchip::lapic::Lapic;
 use slat_x86::{CodePages, Compile, Compiler};
@@ -58,12 +57,11 @@ pub(crate) struct VmState {
 }
 
 impl VmState {
-    /// Creates the state of a new VM. The client's `choice` overrides `policies`.
+    /// Creates the state of a new VM.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(_: VmType, policies: &Policies, choice: CpuChoice) -> Result<Self> {
-        let jit = choice.jit.unwrap_or(policies.cpu.jit);
+    pub(crate) fn new(_: VmType, jit: Jit) -> Result<Self> {
         Ok(VmState {
             code: CodePages::try_new().map_err(no_memory)?,
             compiler: compiler::start(jit),

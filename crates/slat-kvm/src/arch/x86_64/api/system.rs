@@ -1,7 +1,6 @@
 //! Calls of [`Kvm`] that only x86 has.
 
 use crate::api::{Kvm, VmFd};
-use crate::arch::x86_64::policy::{CpuChoice, Jit};
 use crate::errno::{Result, fail, no_memory};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 
@@ -12,14 +11,6 @@ impl Kvm {
     /// `ENOMEM`, or the host's error for opening a descriptor.
     pub fn create_vm(&self) -> Result<VmFd> {
         self.create_vm_with_type(0)
-    }
-
-    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this.
-    /// (`kvm_ioctls` has no such method.)
-    #[must_use]
-    pub fn with_jit(mut self, jit: Jit) -> Self {
-        self.cpu = CpuChoice { jit: Some(jit) };
-        self
     }
 
     /// Carries out `KVM_GET_EMULATED_CPUID`.
