@@ -77,8 +77,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Makes an access to `bytes` bytes of a page that the TLB has. `None`: the TLB does not have the page, or the access
-    /// has failed. After a failure the TLB has no page at all.
+    /// Makes an access to `bytes` bytes of a page that the TLB has. `None`: the TLB does not have the page, or the
+    /// access has failed. After a failure the TLB has no page at all.
     #[inline(always)]
     fn known<R>(
         &mut self,
@@ -168,16 +168,26 @@ impl<H: Hypervisor> Mmu<'_, H> {
         Ok(())
     }
 
-    /// Returns the machine's address for an operation that reads and writes aligned bytes.
-    fn place_of_exchange(
+    /// Makes an access that reads and writes `1 << size` aligned bytes. `make` makes it at an address of the machine.
+    #[inline(always)]
+    fn exchange<R>(
         &mut self,
         state: &State,
         address: u64,
         size: u8,
         access: Access,
-    ) -> Result<(Place, Request), Fault<H::Fault>> {
-        let places = self.places(state, address, 1 << size, Right::Write, access)?;
-        Ok((places.first, Request::access(state, Right::Write, access)))
+        make: impl Fn(&mut H, u64) -> Result<R, H::Fault>,
+    ) -> Result<R, Fault<H::Fault>> {
+        let known = self.known(state, access, Right::Write, address, 1 << size, &make);
+        if let Some(result) = known {
+            return Ok(result);
+        }
+        let place = self
+            .places(state, address, 1 << size, Right::Write, access)?
+            .first;
+        let request = Request::access(state, Right::Write, access);
+        make(self.below, place.at)
+            .map_err(|reason| Self::refused(address, place.ipa, &request, reason))
     }
 }
 
@@ -307,22 +317,9 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         values: [u128; 2],
         access: Access,
     ) -> Result<u128, Self::Fault> {
-        let known = self.known(
-            state,
-            access,
-            Right::Write,
-            address,
-            1 << size,
-            |below, at| below.compare_exchange(at, size, values, access.order),
-        );
-        if let Some(found) = known {
-            return Ok(found);
-        }
-        let (place, request) = self.place_of_exchange(state, address, size, access)?;
-        let found = self
-            .below
-            .compare_exchange(place.at, size, values, access.order);
-        found.map_err(|reason| Self::refused(address, place.ipa, &request, reason))
+        self.exchange(state, address, size, access, |below, at| {
+            below.compare_exchange(at, size, values, access.order)
+        })
     }
 
     fn atomic(
@@ -334,20 +331,9 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
         operand: u64,
         access: Access,
     ) -> Result<u64, Self::Fault> {
-        let known = self.known(
-            state,
-            access,
-            Right::Write,
-            address,
-            1 << size,
-            |below, at| below.atomic(op, at, size, operand, access.order),
-        );
-        if let Some(old) = known {
-            return Ok(old);
-        }
-        let (place, request) = self.place_of_exchange(state, address, size, access)?;
-        let old = self.below.atomic(op, place.at, size, operand, access.order);
-        old.map_err(|reason| Self::refused(address, place.ipa, &request, reason))
+        self.exchange(state, address, size, access, |below, at| {
+            below.atomic(op, at, size, operand, access.order)
+        })
     }
 
     fn maintain(
