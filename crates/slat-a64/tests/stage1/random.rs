@@ -382,14 +382,24 @@ fn check(cpu: &mut Cpu, random: &mut Random, seen: &mut Seen) {
     }
 }
 
+fn number<T: std::str::FromStr>(name: &str, default: T) -> T {
+    let text = std::env::var(name).ok();
+    text.and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+/// The number of random cases.
+pub fn rounds() -> u32 {
+    number("SLAT_STAGE1_ROUNDS", 200_000)
+}
+
+pub fn seed() -> u64 {
+    number("SLAT_STAGE1_SEED", 1)
+}
+
 #[test]
 fn random_tables_translate_as_the_model_says() {
-    let rounds = std::env::var("SLAT_STAGE1_ROUNDS").ok();
-    let rounds = rounds
-        .and_then(|rounds| rounds.parse().ok())
-        .unwrap_or(200_000);
-    let seed = std::env::var("SLAT_STAGE1_SEED").ok();
-    let mut random = Random(seed.and_then(|seed| seed.parse().ok()).unwrap_or(1));
+    let rounds = rounds();
+    let mut random = Random(seed());
     let (mut cpu, mut seen) = (cpu(), Seen::default());
     for _ in 0..rounds {
         check(&mut cpu, &mut random, &mut seen);
