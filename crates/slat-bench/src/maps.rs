@@ -22,9 +22,7 @@ pub struct PageMap {
     pub variant: &'static str,
     /// The step before or after which the map was read.
     pub phase: &'static str,
-    /// Guest physical addresses shown, in bytes.
-    pub gpas: Range<u64>,
-    /// One cell for each 2 MiB of these addresses.
+    /// One cell for each 2 MiB of the guest's memory.
     pub cells: Vec<Cell>,
 }
 
@@ -64,7 +62,6 @@ impl Maps {
             variant,
             phase,
             cells: cells(engine, &gpas),
-            gpas,
         });
     }
 }
