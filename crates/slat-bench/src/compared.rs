@@ -62,7 +62,7 @@ impl Line {
             before: None,
             after: (variant, value(variant)?),
             change: None,
-            published: published::find(experiment, case, metric).map(|known| known.change),
+            published: published::find(experiment, case, metric),
             limit: None,
             kvm: value(REAL_KVM).filter(|_| variant != REAL_KVM),
             goal: None,
@@ -159,7 +159,7 @@ impl Line {
         self
     }
 
-    /// Returns the goal, if there is one. The goal knows whether it was reached.
+    /// Returns the goal, if there is one. The goal contains whether it was reached.
     pub fn asked(&self) -> Option<&Goal> {
         self.goal.as_ref()
     }

@@ -389,7 +389,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 Line::compare(report, NAME, &case, SECONDS, FULL_WALK, after)
                     .map(|line| line.with_limit("stream", limit))
             };
-            let published = crate::published::find(NAME, &case, SECONDS).map(|p| p.change);
+            let published = crate::published::find(NAME, &case, SECONDS);
             lines.extend(line(SKIP).map(|line| match published {
                 Some(change) => line.change_at_most(change),
                 None => line,

@@ -191,7 +191,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 // With few memslots, slat must not be slower than the array.
                 (10, _) => line.change_at_most(0.05),
                 (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
-                    Some(published) => line.change_at_most(published.change),
+                    Some(published) => line.change_at_most(published),
                     None => line,
                 },
                 (32764, Some(most)) => line.change_at_most(most),

@@ -121,10 +121,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let published = published::find(NAME, PUBLISHED_CASE, metric);
             let line = Line::compare(report, NAME, case, metric, "zap", "split")?;
             let limit = report.value(NAME, case, "nx-off", metric);
-            Some(
-                line.with_published(published.map(|known| known.change))
-                    .with_limit("nx-off", limit),
-            )
+            Some(line.with_published(published).with_limit("nx-off", limit))
         };
         lines.extend(line("populate_seconds"));
         lines.extend(line("execute_seconds").map(|line| line.at_most_of_limit(1.2)));
