@@ -76,7 +76,8 @@ pub(crate) struct Tlb {
     entries: Vec<Entry>,
     /// The origin of each entry.
     origins: Vec<Origin>,
-    /// The indices of the entries in use, so that a flush costs no more than the fills.
+    /// The indices of the entries in use. A flush clears only these entries, so it takes no longer than filling them
+    /// took.
     filled: Vec<u16>,
     /// A page that is part of a larger one was entered since the last full flush.
     has_large: bool,

@@ -37,7 +37,7 @@ impl Size {
 pub struct Bench {
     /// The amount of measurements.
     pub size: Size,
-    /// The KVMs whose guests are measured.
+    /// The implementations of KVM whose guests are measured.
     pub guests: Guests,
     /// Other programs that may be started.
     pub others: Others,

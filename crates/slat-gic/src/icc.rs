@@ -43,7 +43,7 @@ pub enum Icc {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Undefined;
 
-/// Returns the encoding of a system register with op0 = 3 and op1 = 0, as a client of KVM has it.
+/// Returns the encoding of a system register with op0 = 3 and op1 = 0, in the format of KVM's API.
 const fn encoding(crn: u16, crm: u16, op2: u16) -> u16 {
     3 << 14 | crn << 7 | crm << 3 | op2
 }
@@ -222,8 +222,8 @@ impl Gic {
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active
-    /// priorities; ICC_SRE_EL1 without system registers; or ICC_CTLR_EL1 of a machine with more priorities or INTIDs,
-    /// with SErrors, or without Aff3.
+    /// priorities; ICC_SRE_EL1 without system registers; or a value of ICC_CTLR_EL1 from a machine that has more
+    /// priorities or INTIDs, reports SErrors, or has no Aff3.
     ///
     /// # Panics
     /// There is no such vCPU.

@@ -11,7 +11,7 @@
 //! If a change is not reported (the C library's own `mmap`), an access fails later, and slat then forgets
 //! the mapping: `forget`.
 //!
-//! In a root without `/proc` the kernel tells nothing ([`Untold`]). Then each page is small, and has the rights that an
+//! In a root without `/proc` the kernel tells nothing (`Untold`). Then each page is small, and has the rights that an
 //! access of the platform has just shown.
 //!
 //! While the process has no VM, changes need no report. Only the fact that the program gave advice is recorded
@@ -257,7 +257,7 @@ pub(crate) struct Found {
 /// Returns the mapping around `address`; `None` if there is none.
 ///
 /// # Errors
-/// [`Untold`].
+/// `Untold`.
 pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
@@ -294,7 +294,7 @@ pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
 /// Asks the kernel. Returns the mapping around `address`, and whether the table has the mapping now.
 ///
 /// # Errors
-/// [`Untold`].
+/// `Untold`.
 fn ask(address: usize) -> Result<Option<(Mapping, bool)>, Untold> {
     let changes = table().changes;
     let Some(raw) = procfs::mapping_at(address)? else {

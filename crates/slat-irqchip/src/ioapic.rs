@@ -2,7 +2,7 @@
 //!
 //! As in KVM, a high line means that a device asks for an interrupt; the polarity bit of a redirection entry has no
 //! effect. An edge at a masked pin is lost, while a level waits until the pin is unmasked. A level that stays high is
-//! delivered again at each EOI. After [`SUCCESSIVE`] redeliveries in a row, the caller is asked to let the guest run
+//! delivered again at each EOI. After `SUCCESSIVE` redeliveries in a row, the caller is asked to let the guest run
 //! for a while first.
 //!
 //! Messages go to a closure `deliver`, which returns how many local APICs have accepted the message. An entry with
@@ -321,7 +321,7 @@ impl IoApic {
     /// the line only until this EOI (KVM's resample irqfds), or 0. Then, if `level` is true, each pin whose line is
     /// still high is delivered again.
     ///
-    /// Returns the pins, by bit, that were delivered again [`SUCCESSIVE`] times in a row, because their devices are not
+    /// Returns the pins, by bit, that were delivered again `SUCCESSIVE` times in a row, because their devices are not
     /// being served. The caller has to deliver these pins by [`deliver_pending`](Self::deliver_pending), after the
     /// guest has run for a while (10 ms in KVM).
     pub fn end_of_interrupt(

@@ -18,7 +18,7 @@
 //! | [`gate`] | the instruction at which slat enters the kernel |
 //! | [`once`] | work that is done once, and does not hang forked children |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
-//! | [`handler`] | signal handlers of slat and of the program |
+//! | [`handler`](mod@handler) | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
 //! | `sync` | the atomics and sleeps of the helper's protocol; in its loom model, those of loom |

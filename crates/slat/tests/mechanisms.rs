@@ -113,7 +113,7 @@ impl<F: Format> World<F> {
 }
 
 fn a_fault_maps_the_leading_and_the_trailing_pages_of_its_window<F: Format>() {
-    // The windows are in the middle of a slot, around the begin and the end of a slot, and at the end of a table.
+    // The windows are in the middle of a slot, around the beginning and the end of a slot, and at the end of a table.
     for (slot, window) in [(0..64, 16..24), (19..22, 19..22), (0..MIB2, 504..512)] {
         for gfn in window.clone() {
             let mut world = World::<F>::new(1024, Level::PAGE);

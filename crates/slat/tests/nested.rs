@@ -213,7 +213,7 @@ fn no_huge_leaf_of_l1_covers_a_table() {
         let tracked = guest.l1(TABLES[2], Write);
         assert!(tracked.tracked && !tracked.write);
         assert_eq!(guest.leaves(TABLES[2]), [(1, false)]);
-        // A store to a table of level 1 makes its shadow page unsynced instead.
+        // A table of level 1 may become writable. Then a store to it makes the table's shadow page unsynced.
         assert!(guest.l1(TABLES[3], Write).write || guest.l1(TABLES[3], Write).tracked);
     });
 }

@@ -101,8 +101,8 @@ impl CachingMmu {
         Ok(found)
     }
 
-    /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf.
-    /// Unless `marks`, the walk ends at an entry whose flag has to be set.
+    /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf. If
+    /// `marks` is false, the walk ends at an entry whose flag has to be set.
     fn fill(
         &mut self,
         cpu: usize,

@@ -546,7 +546,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     assert_eq!(told(large), RegionError::TooLarge(large));
     let wraps = region(2, (1 << 52) - 1, 2, 3000);
     too_high(wraps);
-    // So does the check for a change of a constant property.
+    // The check for a change of a constant property comes before both, too.
     assert_eq!(told(region(5, end - 1, 3, 2000)), RegionError::Resized(5));
     assert_eq!(told(region(5, end - 1, 2, 2001)), RegionError::Resized(5));
     let none = region(7, end - 1, 0, 0);

@@ -96,7 +96,7 @@ fn word(slot: Slot<'_>, host: u64) -> &AtomicU64 {
     &slot.memory.words()[(host - slot.memory.address()) as usize / size_of::<u64>()]
 }
 
-/// Writes its address into each page, and reads the addresses back.
+/// Writes to each page the page's address, and reads the addresses back.
 fn use_memory<'m>(vm: &Vm<'m>, data: Slot<'m>, account: &mut Account) -> Result<(), Failure> {
     let (time, _) = vm.on_threads(|thread, accessor| {
         share(data, thread).try_for_each(|gpa| {

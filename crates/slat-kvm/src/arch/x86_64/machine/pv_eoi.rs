@@ -1,9 +1,10 @@
 //! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without an access to
 //! the APIC.
 //!
-//! slat offers a PV EOI by setting the bit when it delivers an interrupt whose end no I/O APIC has to learn. A guest
-//! that finds the bit set clears it, and need not write the EOI register. Before slat uses the APIC again, it reads the
-//! bit. If the guest has cleared the bit, slat ends the interrupt; otherwise slat withdraws the offer.
+//! slat offers a PV EOI by setting the bit when it delivers an interrupt whose end need not be reported to the I/O
+//! APIC. A guest that finds the bit set clears it, and need not write the EOI register. Before slat uses the APIC
+//! again, it reads the bit. If the guest has cleared the bit, slat ends the interrupt; otherwise slat withdraws the
+//! offer.
 
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::{KVM_ENABLED, index};
