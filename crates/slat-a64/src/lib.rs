@@ -85,8 +85,8 @@
 //! # Missing
 //!
 //! EL2 and EL3, and AArch32. The registers of timers, interrupt controllers, performance monitors and
-//! caches are the [`Hypervisor`]'s. Debug state, the debug communication channel, and watchpoints of DC IVAC. Floating
-//! point is computed by integers alone, which is slow.
+//! caches are the [`Hypervisor`]'s. Debug state, the debug communication channel, and watchpoints of DC IVAC. The
+//! interpreter computes floating point by integers alone, which is slow.
 
 #![no_std]
 

@@ -164,6 +164,17 @@ pub(crate) trait Tier {
     /// Computes a vector operation, which reads FPCR and adds to FPSR.
     fn compute(&mut self, function: Function, operands: [Self::Vector; 3]) -> Self::Vector;
 
+    /// Computes a vector operation whose result is N, Z, C, V.
+    fn compare(&mut self, function: Function, operands: [Self::Vector; 3]) -> [Self::Bool; 4] {
+        let flags = self.compute(function, operands);
+        self.flags_of(flags)
+    }
+    /// Returns N, Z, C, V from the low four bits.
+    fn flags_of(&mut self, bits: Self::Vector) -> [Self::Bool; 4] {
+        let bits = self.low(bits);
+        [3, 2, 1, 0].map(|n| self.bit(bits, n))
+    }
+
     /// Loads 1 << `size` bytes, at most 8, zero-extended.
     fn load(
         &mut self,
@@ -190,6 +201,68 @@ pub(crate) trait Tier {
         value: Self::Vector,
         access: Access,
     ) -> Result<(), Self::Stop>;
+    /// Loads 1 << `size` bytes, at most 16. The other bytes of the vector are zeros.
+    #[inline(always)]
+    fn load_part(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        access: Access,
+    ) -> Result<Self::Vector, Self::Stop> {
+        if size == 4 {
+            return self.load_vector(address, access);
+        }
+        let low = self.load(address, size, access)?;
+        let zero = self.number(0);
+        Ok(self.vector(low, zero))
+    }
+    /// Stores the low 1 << `size` bytes of a vector, at most 16.
+    #[inline(always)]
+    fn store_part(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        value: Self::Vector,
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        if size == 4 {
+            return self.store_vector(address, value, access);
+        }
+        let low = self.low(value);
+        self.store(address, size, low, access)
+    }
+    /// Like [`load_part`](Self::load_part), but loads two values, one after the other.
+    #[inline(always)]
+    fn load_pair(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        access: Access,
+    ) -> Result<[Self::Vector; 2], Self::Stop> {
+        let first = self.load_part(address, size, access)?;
+        let bytes = self.number(1 << size);
+        let address = self.add(address, bytes);
+        Ok([first, self.load_part(address, size, access)?])
+    }
+    /// Like [`store_part`](Self::store_part), but stores two values, or none.
+    #[inline(always)]
+    fn store_pair(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        values: [Self::Vector; 2],
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        let each = Access {
+            element: Some(size),
+            ..access
+        };
+        self.prepare_stores(address, 2 << size, each)?;
+        self.store_part(address, size, values[0], access)?;
+        let bytes = self.number(1 << size);
+        let address = self.add(address, bytes);
+        self.store_part(address, size, values[1], access)
+    }
     /// Checks that the stores to these bytes that follow will succeed.
     fn prepare_stores(
         &mut self,

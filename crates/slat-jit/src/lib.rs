@@ -8,12 +8,14 @@
 //! | `guarded` | which instructions of a function are guarded accesses |
 //! | `jobs` | the queue of a compiling thread |
 //! | `host` | Cranelift, set up for the host |
+//! | `floats` | the host's floating-point unit while compiled code computes |
 //! | `entry` | how a thread enters compiled code that keeps a pointer in a register, and how it leaves |
 //! | `frame` | what compiled code reaches and returns |
 //! | `arch/` | the host's processor: its features, the code of `entry`, and its instruction cache |
 
 mod arch;
 mod entry;
+pub mod floats;
 mod frame;
 mod guarded;
 mod host;
@@ -23,6 +25,6 @@ mod memory;
 pub use entry::{enter, failed_access};
 pub use frame::{FAILED, Frame, LEAST_CODE};
 pub use guarded::{GUARDED, Guarded};
-pub use host::isa;
+pub use host::{HELPERS, has_fused_multiply_add, isa};
 pub use jobs::Jobs;
 pub use memory::{Arena, Chunk, Refused, lock};

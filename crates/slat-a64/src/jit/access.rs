@@ -12,14 +12,14 @@
 //! fences (DMB ISH, MFENCE). The tests in `order` check all of this by models of both architectures.
 
 use super::helpers::{Request, helper};
-use super::translate::Translator;
-use super::uses::Interpret;
+use super::translator::Translator;
+use super::vectors::Vector;
 use crate::abort::Right;
 use crate::insn::Order;
 use crate::tier::Access;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I8, I16, I32, I64};
+use cranelift_codegen::ir::types::{I8, I8X16, I16, I32, I64};
 use cranelift_codegen::ir::{Block, BlockArg, InstBuilder, MemFlags, Type, Value};
 use slat_jit::GUARDED;
 use std::vec::Vec;
@@ -88,7 +88,10 @@ impl Translator<'_> {
         let (host, miss) = self.look_up(address, bytes, right, access);
         let hit = quickly(self, host);
         let done = self.v.b.create_block();
-        let results = hit.iter().map(|_| self.v.b.append_block_param(done, I64));
+        let results = hit.iter().map(|value| {
+            let ty = self.v.b.func.dfg.value_type(*value);
+            self.v.b.append_block_param(done, ty)
+        });
         let results: Vec<_> = results.collect();
         self.v.b.ins().jump(done, &arguments(&hit));
         self.v.b.switch_to_block(miss);
@@ -131,114 +134,158 @@ impl Translator<'_> {
         };
     }
 
-    pub(super) fn load_at(
-        &mut self,
-        address: Value,
-        size: u8,
-        access: Access,
-    ) -> Result<Value, Interpret> {
+    /// Loads by the helper: the value, and whether the helper has failed.
+    fn call_load(&mut self, address: Value, size: u8, access: Access) -> [Value; 2] {
+        let request = self.v.constant(Request::new(access, size).bits());
+        let (helper, ty) = match size {
+            4 => (helper!(load_vector), I8X16),
+            _ => (helper!(load), I64),
+        };
+        let failed = self.v.call(helper, &[address, request], 1)[0];
+        [self.result(ty), failed]
+    }
+
+    /// Stores by the helper. Returns whether the helper has failed.
+    fn call_store(&mut self, address: Value, size: u8, value: Value, access: Access) -> Value {
+        let request = self.v.constant(Request::new(access, size).bits());
+        if size == 4 {
+            self.give(&[Vector::Whole(value)]);
+            return self.v.call(helper!(store_vector), &[address, request], 1)[0];
+        }
+        self.v.call(helper!(store), &[address, value, request], 1)[0]
+    }
+
+    /// Loads from the host's memory: bytes, or a word that is zero-extended.
+    fn load_from_host(&mut self, host: Value, size: u8, order: Order) -> Value {
+        match size {
+            4 => (self.v.b.ins()).load(I8X16, guarded(), host, 0),
+            _ => self.load_word(host, size, order),
+        }
+    }
+
+    fn store_to_host(&mut self, host: Value, size: u8, value: Value, order: Order) {
+        match size {
+            4 => {
+                self.v.b.ins().store(guarded(), value, host, 0);
+            }
+            _ => self.store_word(host, size, value, order),
+        }
+    }
+
+    /// Returns what an access of 1 << `size` bytes loads or stores: bytes, or a word.
+    fn part_of(&mut self, vector: Vector, size: u8) -> Value {
+        match size {
+            4 => self.whole(vector),
+            _ => self.half(vector, 0),
+        }
+    }
+
+    fn vector_of(&mut self, part: Value, size: u8) -> Vector {
+        match size {
+            4 => Vector::Whole(part),
+            _ => Vector::Halves([part, self.v.constant(0)]),
+        }
+    }
+
+    pub(super) fn load_at(&mut self, address: Value, size: u8, access: Access) -> Value {
         let found = self.access(
             address,
             (1 << size, Right::Read, access),
-            |t, host| [t.load_word(host, size, access.order)].to_vec(),
+            |t, host| [t.load_from_host(host, size, access.order)].to_vec(),
             |t| {
-                let request = t.v.constant(Request::new(access, size).bits());
-                let results = t.v.call(helper!(load), &[address, request], 2);
-                ([results[0]].to_vec(), results[1])
+                let [value, failed] = t.call_load(address, size, access);
+                ([value].to_vec(), failed)
             },
         );
-        Ok(found[0])
+        found[0]
     }
 
-    pub(super) fn store_at(
-        &mut self,
-        address: Value,
-        size: u8,
-        value: Value,
-        access: Access,
-    ) -> Result<(), Interpret> {
+    pub(super) fn store_at(&mut self, address: Value, size: u8, value: Value, access: Access) {
         self.access(
             address,
             (1 << size, Right::Write, access),
             |t, host| {
-                t.store_word(host, size, value, access.order);
+                t.store_to_host(host, size, value, access.order);
                 Vec::new()
             },
-            |t| {
-                let request = t.v.constant(Request::new(access, size).bits());
-                let results = t.v.call(helper!(store), &[address, value, request], 1);
-                (Vec::new(), results[0])
-            },
+            |t| (Vec::new(), t.call_store(address, size, value, access)),
         );
-        Ok(())
     }
 
-    pub(super) fn load_vector_at(
-        &mut self,
-        address: Value,
-        access: Access,
-    ) -> Result<[Value; 2], Interpret> {
+    /// Loads two values, which one look-up finds if they are in one page.
+    pub(super) fn load_pair_at(&mut self, address: Value, size: u8, access: Access) -> [Vector; 2] {
+        let distance = 1 << size;
         let found = self.access(
             address,
-            (16, Right::Read, access),
+            (2 * distance, Right::Read, access),
             |t, host| {
-                let half = |t: &mut Self, at| t.v.b.ins().load(I64, guarded(), host, at);
-                [half(t, 0), half(t, 8)].to_vec()
+                let second = t.v.b.ins().iadd_imm(host, distance);
+                [host, second]
+                    .map(|host| t.load_from_host(host, size, access.order))
+                    .to_vec()
             },
             |t| {
-                let request = t.v.constant(Request::new(access, 4).bits());
-                let failed = t.v.call(helper!(load_vector), &[address, request], 1)[0];
-                (t.result().to_vec(), failed)
+                let [first, failed] = t.call_load(address, size, access);
+                t.leave_if(failed);
+                let address = t.v.b.ins().iadd_imm(address, distance);
+                let [second, failed] = t.call_load(address, size, access);
+                ([first, second].to_vec(), failed)
             },
         );
-        Ok([found[0], found[1]])
+        [found[0], found[1]].map(|part| self.vector_of(part, size))
     }
 
-    pub(super) fn store_vector_at(
+    /// Stores two values, which one look-up finds if they are in one page.
+    pub(super) fn store_pair_at(
         &mut self,
         address: Value,
-        value: [Value; 2],
+        size: u8,
+        values: [Vector; 2],
         access: Access,
-    ) -> Result<(), Interpret> {
+    ) {
+        let distance = 1 << size;
+        let parts = values.map(|value| self.part_of(value, size));
         self.access(
             address,
-            (16, Right::Write, access),
+            (2 * distance, Right::Write, access),
             |t, host| {
-                for (half, at) in value.into_iter().zip([0, 8]) {
-                    t.v.b.ins().store(guarded(), half, host, at);
+                let second = t.v.b.ins().iadd_imm(host, distance);
+                for (host, part) in [host, second].into_iter().zip(parts) {
+                    t.store_to_host(host, size, part, access.order);
                 }
                 Vec::new()
             },
             |t| {
-                t.give(&[value]);
-                let request = t.v.constant(Request::new(access, 4).bits());
-                let failed = t.v.call(helper!(store_vector), &[address, request], 1)[0];
-                (Vec::new(), failed)
+                let each = Access {
+                    element: Some(size),
+                    ..access
+                };
+                let failed = t.call_prepare(address, 2 << size, each);
+                t.leave_if(failed);
+                let failed = t.call_store(address, size, parts[0], access);
+                t.leave_if(failed);
+                let address = t.v.b.ins().iadd_imm(address, distance);
+                (Vec::new(), t.call_store(address, size, parts[1], access))
             },
         );
-        Ok(())
     }
 
-    pub(super) fn prepare_stores_at(
-        &mut self,
-        address: Value,
-        bytes: u32,
-        access: Access,
-    ) -> Result<(), Interpret> {
+    /// Checks by the helper that stores will succeed. Returns whether they will not.
+    fn call_prepare(&mut self, address: Value, bytes: u32, access: Access) -> Value {
+        let request = Request {
+            bytes,
+            ..Request::new(access, 0)
+        };
+        let request = self.v.constant(request.bits());
+        self.v.call(helper!(prepare_stores), &[address, request], 1)[0]
+    }
+
+    pub(super) fn prepare_stores_at(&mut self, address: Value, bytes: u32, access: Access) {
         self.access(
             address,
             (bytes.into(), Right::Write, access),
             |_, _| Vec::new(),
-            |t| {
-                let request = Request {
-                    bytes,
-                    ..Request::new(access, 0)
-                };
-                let request = t.v.constant(request.bits());
-                let failed = t.v.call(helper!(prepare_stores), &[address, request], 1)[0];
-                (Vec::new(), failed)
-            },
+            |t| (Vec::new(), t.call_prepare(address, bytes, access)),
         );
-        Ok(())
     }
 }

@@ -6,7 +6,7 @@ use super::frame::{Frame, TARGETS, Target, target_index};
 use super::helpers::Helpers;
 use super::region::Region;
 use super::source::Source;
-use super::translate::{CONTINUE, INTERPRET};
+use super::translate::{CONTINUE, INTERPRET, INTERPRET_WITH_FLAGS};
 use crate::abort::Right;
 use crate::caches::Caches;
 use crate::hypervisor::Hypervisor;
@@ -162,6 +162,8 @@ impl Compiled {
         // processor, to which nothing else refers until this returns. The pages in the TLB are memory to which guarded
         // accesses may be made, as `access_directly` demands.
         let why = unsafe { slat_jit::enter((&raw mut *frame).cast(), code) };
+        self.frame.end_floats();
+        let mut has_flags = why == INTERPRET_WITH_FLAGS;
         if why == FAILED {
             let failed = self.frame.entry.failed;
             let mut regions = self.regions.values();
@@ -169,8 +171,12 @@ impl Compiled {
             let point = point.expect("only this processor's regions run");
             state.pc = point.pc;
             self.frame.budget += point.uncounted;
+            has_flags = point.has_flags;
         }
-        debug_assert!([CONTINUE, INTERPRET, FAILED].contains(&why));
+        if has_flags {
+            state.flags = self.frame.flags.nzcv();
+        }
+        debug_assert!([CONTINUE, INTERPRET, INTERPRET_WITH_FLAGS, FAILED].contains(&why));
         let instructions = budget - self.frame.budget as u64;
         self.instructions += instructions;
         Ran {

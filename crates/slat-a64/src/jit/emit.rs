@@ -1,17 +1,19 @@
 //! The tier that emits code: values are values of Cranelift's.
 
 use super::helpers::{Request, helper};
-use super::translate::Translator;
+use super::translator::Translator;
 use super::truth::Truth;
 use super::uses::{FLAGS, Interpret, SP};
+use super::vectors::Vector;
 use crate::insn::{AtomicOp, Hint, SystemName};
 use crate::simd::Function;
-use crate::state::State;
 use crate::tier::{Access, Exception, Tier};
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::I64;
-use cranelift_codegen::ir::{InstBuilder, MemFlags, Value};
-use std::mem::offset_of;
+use cranelift_codegen::ir::types::{I8X16, I64};
+use cranelift_codegen::ir::{InstBuilder, Value};
+
+/// The logarithm of the bytes of a vector.
+const VECTOR: u8 = 4;
 
 /// Defines functions that emit one instruction of Cranelift's.
 macro_rules! emits {
@@ -38,7 +40,7 @@ macro_rules! interpreted {
 impl Tier for Translator<'_> {
     type Value = Value;
     type Bool = Truth;
-    type Vector = [Value; 2];
+    type Vector = Vector;
     type Stop = Interpret;
 
     fn pc(&self) -> u64 {
@@ -56,21 +58,18 @@ impl Tier for Translator<'_> {
     fn set_sp(&mut self, value: Value) {
         self.set_register(SP, value);
     }
-    fn v(&mut self, r: u8) -> [Value; 2] {
-        let at = (offset_of!(State, v) + 16 * usize::from(r & 31)) as i32;
-        [0, 8].map(|half| (self.v.b.ins()).load(I64, MemFlags::trusted(), self.state, at + half))
+    fn v(&mut self, r: u8) -> Vector {
+        Vector::Register(r)
     }
-    fn set_v(&mut self, r: u8, value: [Value; 2]) {
-        let at = (offset_of!(State, v) + 16 * usize::from(r & 31)) as i32;
-        for (half, value) in [0, 8].into_iter().zip(value) {
-            (self.v.b.ins()).store(MemFlags::trusted(), value, self.state, at + half);
-        }
+    fn set_v(&mut self, r: u8, value: Vector) {
+        self.set_vector(r, value);
     }
     fn flags(&mut self) -> [Truth; 4] {
         self.current_flags()
     }
     fn set_flags(&mut self, nzcv: [Truth; 4]) {
         self.now.flags = Some(nzcv);
+        self.now.has_saved_flags = false;
         self.now.dirty |= 1 << FLAGS;
     }
 
@@ -146,8 +145,7 @@ impl Tier for Translator<'_> {
         a.opposite(&mut self.v)
     }
     fn widened(&mut self, a: Truth) -> Value {
-        let value = a.value(&mut self.v);
-        self.v.b.ins().uextend(I64, value)
+        a.widened(&mut self.v)
     }
     fn select(&mut self, which: Truth, a: Value, b: Value) -> Value {
         let which = which.condition(&mut self.v);
@@ -159,27 +157,37 @@ impl Tier for Translator<'_> {
         Truth::Is(self.v.b.ins().select(which, a, b))
     }
 
-    fn vector(&mut self, low: Value, high: Value) -> [Value; 2] {
-        [low, high]
+    fn vector(&mut self, low: Value, high: Value) -> Vector {
+        Vector::Halves([low, high])
     }
-    fn low(&mut self, v: [Value; 2]) -> Value {
-        v[0]
+    fn low(&mut self, v: Vector) -> Value {
+        self.half(v, 0)
     }
-    fn high(&mut self, v: [Value; 2]) -> Value {
-        v[1]
+    fn high(&mut self, v: Vector) -> Value {
+        self.half(v, 1)
     }
-    fn compute(&mut self, function: Function, operands: [[Value; 2]; 3]) -> [Value; 2] {
-        if let Some(result) = self.vector_function(&function, operands) {
-            return result;
+    fn compute(&mut self, function: Function, operands: [Vector; 3]) -> Vector {
+        let emitted = match function.is_float() {
+            true => self.float_function(&function, operands),
+            false => self.integer_function(&function, operands),
+        };
+        emitted.unwrap_or_else(|| {
+            self.call_function(&function, operands);
+            Vector::Whole(self.result(I8X16))
+        })
+    }
+    fn compare(&mut self, function: Function, operands: [Vector; 3]) -> [Truth; 4] {
+        match self.compare_on_host(&function, operands) {
+            Some(flags) => flags,
+            None => {
+                let bits = self.compute(function, operands);
+                self.flags_of(bits)
+            }
         }
-        self.give(&operands);
-        let function = self.keep(function);
-        self.v.call(helper!(compute), &[function], 0);
-        self.result()
     }
 
     fn load(&mut self, address: Value, size: u8, access: Access) -> Result<Value, Interpret> {
-        self.load_at(address, size, access)
+        Ok(self.load_at(address, size, access))
     }
     fn store(
         &mut self,
@@ -188,18 +196,39 @@ impl Tier for Translator<'_> {
         value: Value,
         access: Access,
     ) -> Result<(), Interpret> {
-        self.store_at(address, size, value, access)
+        self.store_at(address, size, value, access);
+        Ok(())
     }
-    fn load_vector(&mut self, address: Value, access: Access) -> Result<[Value; 2], Interpret> {
-        self.load_vector_at(address, access)
+    fn load_vector(&mut self, address: Value, access: Access) -> Result<Vector, Interpret> {
+        Ok(Vector::Whole(self.load_at(address, VECTOR, access)))
     }
     fn store_vector(
         &mut self,
         address: Value,
-        value: [Value; 2],
+        value: Vector,
         access: Access,
     ) -> Result<(), Interpret> {
-        self.store_vector_at(address, value, access)
+        let value = self.whole(value);
+        self.store_at(address, VECTOR, value, access);
+        Ok(())
+    }
+    fn load_pair(
+        &mut self,
+        address: Value,
+        size: u8,
+        access: Access,
+    ) -> Result<[Vector; 2], Interpret> {
+        Ok(self.load_pair_at(address, size, access))
+    }
+    fn store_pair(
+        &mut self,
+        address: Value,
+        size: u8,
+        values: [Vector; 2],
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.store_pair_at(address, size, values, access);
+        Ok(())
     }
     fn prepare_stores(
         &mut self,
@@ -207,7 +236,8 @@ impl Tier for Translator<'_> {
         bytes: u32,
         access: Access,
     ) -> Result<(), Interpret> {
-        self.prepare_stores_at(address, bytes, access)
+        self.prepare_stores_at(address, bytes, access);
+        Ok(())
     }
     fn zero_block(&mut self, address: Value) -> Result<(), Interpret> {
         let failed = self.v.call(helper!(zero_block), &[address], 1)[0];
@@ -242,28 +272,28 @@ impl Tier for Translator<'_> {
             ..Request::new(access, size)
         };
         let request = self.v.constant(request.bits());
-        let found = self
+        let failed = self
             .v
-            .call(helper!(atomic), &[address, operand, request], 2);
-        self.leave_if(found[1]);
-        Ok(found[0])
+            .call(helper!(atomic), &[address, operand, request], 1)[0];
+        self.leave_if(failed);
+        Ok(self.result(I64))
     }
     fn compare_exchange(
         &mut self,
         address: Value,
         size: u8,
-        values: [[Value; 2]; 2],
+        values: [Vector; 2],
         access: Access,
-    ) -> Result<[Value; 2], Interpret> {
+    ) -> Result<Vector, Interpret> {
         self.give(&values);
         let request = self.v.constant(Request::new(access, size).bits());
         let failed = self
             .v
             .call(helper!(compare_exchange), &[address, request], 1)[0];
         self.leave_if(failed);
-        Ok(self.result())
+        Ok(Vector::Whole(self.result(I8X16)))
     }
-    fn mark_exclusive(&mut self, address: Value, size: u8, value: [Value; 2]) {
+    fn mark_exclusive(&mut self, address: Value, size: u8, value: Vector) {
         self.give(&[value]);
         let size = self.v.constant(size.into());
         self.v.call(helper!(mark_exclusive), &[address, size], 0);
@@ -272,19 +302,17 @@ impl Tier for Translator<'_> {
         &mut self,
         address: Value,
         size: u8,
-        value: [Value; 2],
+        value: Vector,
         access: Access,
     ) -> Result<Truth, Interpret> {
         self.give(&[value]);
         let request = self.v.constant(Request::new(access, size).bits());
-        let found = self
+        let failed = self
             .v
-            .call(helper!(store_exclusive), &[address, request], 2);
-        self.leave_if(found[1]);
-        Ok(Truth::Zero {
-            value: found[0],
-            is: false,
-        })
+            .call(helper!(store_exclusive), &[address, request], 1)[0];
+        self.leave_if(failed);
+        let value = self.result(I64);
+        Ok(Truth::Zero { value, is: false })
     }
     fn clear_exclusive(&mut self) {
         self.v.call(helper!(clear_exclusive), &[], 0);
@@ -310,9 +338,9 @@ impl Tier for Translator<'_> {
     }
     fn read_system(&mut self, name: SystemName, rt: u8) -> Result<Value, Interpret> {
         let [name, rt] = [i64::from(name.0), i64::from(rt)].map(|n| self.v.constant(n));
-        let found = self.v.call(helper!(read_system), &[name, rt], 2);
-        self.leave_if(found[1]);
-        Ok(found[0])
+        let failed = self.v.call(helper!(read_system), &[name, rt], 1)[0];
+        self.leave_if(failed);
+        Ok(self.result(I64))
     }
 
     interpreted! {

@@ -1,8 +1,36 @@
 //! What compiled code reaches: the host's pinned register points to a [`Frame`].
 
+use crate::simd::float::IXC;
 use crate::state::State;
 use crate::tlb::Entry;
+use slat_jit::floats;
 use std::ptr;
+
+/// The number of the bit of [`SavedFlags::rest`] that says that N is set although Z is, too.
+pub(super) const ALSO_N: u32 = 2;
+
+/// The flags in the form that compiled code has them in.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(super) struct SavedFlags {
+    /// Zero if Z is set, negative if N is set.
+    pub(super) result: i64,
+    /// C, V, and [`ALSO_N`].
+    pub(super) rest: u64,
+}
+
+impl SavedFlags {
+    /// Returns N, Z, C, V.
+    pub(super) fn nzcv(self) -> [bool; 4] {
+        let rest = |n: u32| self.rest >> n & 1 != 0;
+        [
+            self.result < 0 || rest(ALSO_N),
+            self.result == 0,
+            rest(0),
+            rest(1),
+        ]
+    }
+}
 
 /// The fields that compiled code uses. They are set before it is entered.
 #[repr(C)]
@@ -22,6 +50,12 @@ pub(super) struct Frame {
     pub(super) helpers: *const (),
     /// The [`Mmu`](crate::mmu::Mmu), of a type that the helpers know.
     pub(super) machine: *mut (),
+    /// The flags of the last checkpoint, if the state does not have them.
+    pub(super) flags: SavedFlags,
+    /// Not 0 while the host's floating-point unit is prepared for compiled code.
+    pub(super) floats: u64,
+    /// The unit's settings of before.
+    before: floats::Before,
     /// The operands of helpers that are vectors, and a result that is one.
     pub(super) operands: [u128; 3],
     pub(super) result: u128,
@@ -38,9 +72,30 @@ impl Frame {
             budget: 0,
             helpers: ptr::null(),
             machine: ptr::null_mut(),
+            flags: SavedFlags::default(),
+            floats: 0,
+            before: floats::Before::default(),
             operands: [0; 3],
             result: 0,
         }
+    }
+
+    /// Prepares the host's floating-point unit for compiled code, until [`end_floats`](Self::end_floats).
+    pub(super) fn begin_floats(&mut self) {
+        self.before = floats::begin();
+        self.floats = 1;
+    }
+
+    /// Call before other functions than those of the interpreter's meaning run, and before FPSR is read. Returns
+    /// whether the host's floating-point unit was prepared for compiled code. If so, the guest's FPSR gets its flag.
+    pub(super) fn end_floats(&mut self) -> bool {
+        let was = std::mem::take(&mut self.floats) != 0;
+        if was && self.before.end() {
+            // SAFETY: as in the helpers: the pointer was made of an exclusive reference before compiled code was
+            // entered, and nothing uses this reference until it is left.
+            unsafe { (*self.state).fpsr |= IXC };
+        }
+        was
     }
 }
 

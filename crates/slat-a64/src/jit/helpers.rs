@@ -12,25 +12,6 @@ use crate::now::Now;
 use crate::simd::Function;
 use crate::tier::{Access, Kind, Tier};
 
-/// A value and 0, or 0 and 1 if the helper has failed.
-#[repr(C)]
-pub(super) struct Found {
-    value: u64,
-    failed: u64,
-}
-
-impl Found {
-    fn new<E>(result: Result<u64, E>) -> Self {
-        match result {
-            Ok(value) => Found { value, failed: 0 },
-            Err(_) => Found {
-                value: 0,
-                failed: 1,
-            },
-        }
-    }
-}
-
 const OPS: [AtomicOp; 9] = [
     AtomicOp::Add,
     AtomicOp::Clear,
@@ -105,29 +86,30 @@ impl Request {
     }
 }
 
-/// The helpers for a machine. Each gets the frame first.
+/// The helpers for a machine. Each gets the frame first. Those that may fail return whether they have failed, and their
+/// results are in the frame.
 #[repr(C)]
 pub(super) struct Helpers {
-    pub(super) load: extern "C" fn(&mut Frame, u64, u64) -> Found,
-    pub(super) store: extern "C" fn(&mut Frame, u64, u64, u64) -> u64,
-    /// The result is in the frame.
-    pub(super) load_vector: extern "C" fn(&mut Frame, u64, u64) -> u64,
+    pub(super) load: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) store: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
+    pub(super) load_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     /// The value is in the frame.
-    pub(super) store_vector: extern "C" fn(&mut Frame, u64, u64) -> u64,
-    pub(super) prepare_stores: extern "C" fn(&mut Frame, u64, u64) -> u64,
-    pub(super) zero_block: extern "C" fn(&mut Frame, u64) -> u64,
-    pub(super) check_zero_block: extern "C" fn(&mut Frame, u64, u64) -> u64,
-    pub(super) atomic: extern "C" fn(&mut Frame, u64, u64, u64) -> Found,
+    pub(super) store_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) prepare_stores: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) zero_block: slat_jit::helper!(fn(&mut Frame, u64) -> u64),
+    pub(super) check_zero_block: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) atomic: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
     /// The two values, and the result, are in the frame.
-    pub(super) compare_exchange: extern "C" fn(&mut Frame, u64, u64) -> u64,
+    pub(super) compare_exchange: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     /// The value is in the frame.
-    pub(super) store_exclusive: extern "C" fn(&mut Frame, u64, u64) -> Found,
-    pub(super) read_system: extern "C" fn(&mut Frame, u64, u64) -> Found,
-    pub(super) mark_exclusive: extern "C" fn(&mut Frame, u64, u64),
-    pub(super) clear_exclusive: extern "C" fn(&mut Frame),
-    pub(super) compute: extern "C" fn(&mut Frame, &Function),
-    pub(super) crc: extern "C" fn(&mut Frame, u64, u64, u64) -> u64,
-    pub(super) branch_target: extern "C" fn(&mut Frame, u64) -> u64,
+    pub(super) store_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) read_system: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
+    pub(super) mark_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64)),
+    pub(super) clear_exclusive: slat_jit::helper!(fn(&mut Frame)),
+    pub(super) compute: slat_jit::helper!(fn(&mut Frame, &Function)),
+    pub(super) crc: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
+    pub(super) branch_target: slat_jit::helper!(fn(&mut Frame, u64) -> u64),
+    pub(super) begin_floats: slat_jit::helper!(fn(&mut Frame)),
 }
 
 /// The offset of a helper in the table.
@@ -137,6 +119,20 @@ macro_rules! helper {
     };
 }
 pub(super) use helper;
+
+/// Calls a function with the interpreter's tier for the processor that executes compiled code. The function may run
+/// code of the embedder's.
+fn outside<H: Hypervisor, R>(
+    frame: &mut Frame,
+    then: impl FnOnce(&mut Now<'_, Mmu<'_, H>>) -> R,
+) -> R {
+    let had_floats = frame.end_floats();
+    let result = then(&mut now::<H>(frame));
+    if had_floats {
+        frame.begin_floats();
+    }
+    result
+}
 
 /// Returns the interpreter's tier for the processor that executes compiled code.
 fn now<'a, H: Hypervisor>(frame: &'a mut Frame) -> Now<'a, Mmu<'a, H>> {
@@ -172,123 +168,165 @@ impl Helpers {
             compute: compute::<H>,
             crc,
             branch_target,
+            begin_floats,
         }
     }
 }
 
-extern "C" fn load<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> Found {
-    let Request { access, size, .. } = Request::of(request);
-    Found::new(now::<H>(frame).load(address, size, access))
+slat_jit::helper! {
+    fn load<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
+        let Request { access, size, .. } = Request::of(request);
+        let loaded = outside::<H, _>(frame, |now| now.load(address, size, access));
+        give(frame, loaded.map(u128::from))
+    }
 }
 
-extern "C" fn store<H: Hypervisor>(
-    frame: &mut Frame,
-    address: u64,
-    value: u64,
-    request: u64,
-) -> u64 {
-    let Request { access, size, .. } = Request::of(request);
-    let stored = now::<H>(frame).store(address, size, value, access);
-    stored.is_err().into()
+slat_jit::helper! {
+    fn store<H: Hypervisor>(
+        frame: &mut Frame,
+        address: u64,
+        value: u64,
+        request: u64,
+    ) -> u64 {
+        let Request { access, size, .. } = Request::of(request);
+        outside::<H, _>(frame, |now| now.store(address, size, value, access).is_err().into())
+    }
 }
 
-extern "C" fn load_vector<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
-    let loaded = now::<H>(frame).load_vector(address, Request::of(request).access);
-    give(frame, loaded)
+slat_jit::helper! {
+    fn load_vector<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
+        let Request { access, .. } = Request::of(request);
+        let loaded = outside::<H, _>(frame, |now| now.load_vector(address, access));
+        give(frame, loaded)
+    }
 }
 
-/// Gives compiled code a vector. Returns whether there is none.
-fn give<E>(frame: &mut Frame, vector: Result<u128, E>) -> u64 {
-    match vector {
-        Ok(vector) => {
-            frame.result = vector;
+/// Gives compiled code a result. Returns whether there is none.
+fn give<E>(frame: &mut Frame, result: Result<u128, E>) -> u64 {
+    match result {
+        Ok(result) => {
+            frame.result = result;
             0
         }
         Err(_) => 1,
     }
 }
 
-extern "C" fn store_vector<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
-    let value = frame.operands[0];
-    let stored = now::<H>(frame).store_vector(address, value, Request::of(request).access);
-    stored.is_err().into()
+slat_jit::helper! {
+    fn store_vector<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
+        let value = frame.operands[0];
+        let Request { access, .. } = Request::of(request);
+        outside::<H, _>(frame, |now| now.store_vector(address, value, access).is_err().into())
+    }
 }
 
-extern "C" fn prepare_stores<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
-    let Request { access, bytes, .. } = Request::of(request);
-    let prepared = now::<H>(frame).prepare_stores(address, bytes, access);
-    prepared.is_err().into()
+slat_jit::helper! {
+    fn prepare_stores<H: Hypervisor>(frame: &mut Frame, address: u64, request: u64) -> u64 {
+        let Request { access, bytes, .. } = Request::of(request);
+        outside::<H, _>(frame, |now| now.prepare_stores(address, bytes, access).is_err().into())
+    }
 }
 
-extern "C" fn zero_block<H: Hypervisor>(frame: &mut Frame, address: u64) -> u64 {
-    now::<H>(frame).zero_block(address).is_err().into()
+slat_jit::helper! {
+    fn zero_block<H: Hypervisor>(frame: &mut Frame, address: u64) -> u64 {
+        outside::<H, _>(frame, |now| now.zero_block(address).is_err().into())
+    }
 }
 
-extern "C" fn check_zero_block<H: Hypervisor>(frame: &mut Frame, name: u64, rt: u64) -> u64 {
-    let checked = now::<H>(frame).check_zero_block(SystemName(name as u16), rt as u8);
-    checked.is_err().into()
+slat_jit::helper! {
+    fn check_zero_block<H: Hypervisor>(frame: &mut Frame, name: u64, rt: u64) -> u64 {
+        let checked = now::<H>(frame).check_zero_block(SystemName(name as u16), rt as u8);
+        checked.is_err().into()
+    }
 }
 
-extern "C" fn atomic<H: Hypervisor>(
-    frame: &mut Frame,
-    address: u64,
-    operand: u64,
-    request: u64,
-) -> Found {
-    let Request {
-        access, size, op, ..
-    } = Request::of(request);
-    Found::new(now::<H>(frame).atomic(op, address, size, operand, access))
+slat_jit::helper! {
+    fn atomic<H: Hypervisor>(
+        frame: &mut Frame,
+        address: u64,
+        operand: u64,
+        request: u64,
+    ) -> u64 {
+        let Request {
+            access, size, op, ..
+        } = Request::of(request);
+        let old = outside::<H, _>(frame, |now| now.atomic(op, address, size, operand, access));
+        give(frame, old.map(u128::from))
+    }
 }
 
-extern "C" fn compare_exchange<H: Hypervisor>(
-    frame: &mut Frame,
-    address: u64,
-    request: u64,
-) -> u64 {
-    let Request { access, size, .. } = Request::of(request);
-    let [old, new, _] = frame.operands;
-    let found = now::<H>(frame).compare_exchange(address, size, [old, new], access);
-    give(frame, found)
+slat_jit::helper! {
+    fn compare_exchange<H: Hypervisor>(
+        frame: &mut Frame,
+        address: u64,
+        request: u64,
+    ) -> u64 {
+        let Request { access, size, .. } = Request::of(request);
+        let [old, new, _] = frame.operands;
+        let found = outside::<H, _>(frame, |now| now.compare_exchange(address, size, [old, new], access));
+        give(frame, found)
+    }
 }
 
-extern "C" fn store_exclusive<H: Hypervisor>(
-    frame: &mut Frame,
-    address: u64,
-    request: u64,
-) -> Found {
-    let Request { access, size, .. } = Request::of(request);
-    let value = frame.operands[0];
-    let stored = now::<H>(frame).store_exclusive(address, size, value, access);
-    Found::new(stored.map(u64::from))
+slat_jit::helper! {
+    fn store_exclusive<H: Hypervisor>(
+        frame: &mut Frame,
+        address: u64,
+        request: u64,
+    ) -> u64 {
+        let Request { access, size, .. } = Request::of(request);
+        let value = frame.operands[0];
+        let stored = outside::<H, _>(frame, |now| now.store_exclusive(address, size, value, access));
+        give(frame, stored.map(u128::from))
+    }
 }
 
-extern "C" fn read_system<H: Hypervisor>(frame: &mut Frame, name: u64, rt: u64) -> Found {
-    Found::new(now::<H>(frame).read_system(SystemName(name as u16), rt as u8))
+slat_jit::helper! {
+    fn read_system<H: Hypervisor>(frame: &mut Frame, name: u64, rt: u64) -> u64 {
+        let name = SystemName(name as u16);
+        let value = outside::<H, _>(frame, |now| now.read_system(name, rt as u8));
+        give(frame, value.map(u128::from))
+    }
 }
 
-extern "C" fn mark_exclusive<H: Hypervisor>(frame: &mut Frame, address: u64, size: u64) {
-    let value = frame.operands[0];
-    now::<H>(frame).mark_exclusive(address, size as u8, value);
+slat_jit::helper! {
+    fn mark_exclusive<H: Hypervisor>(frame: &mut Frame, address: u64, size: u64) {
+        let value = frame.operands[0];
+        now::<H>(frame).mark_exclusive(address, size as u8, value);
+    }
 }
 
-extern "C" fn clear_exclusive<H: Hypervisor>(frame: &mut Frame) {
-    now::<H>(frame).clear_exclusive();
+slat_jit::helper! {
+    fn clear_exclusive<H: Hypervisor>(frame: &mut Frame) {
+        now::<H>(frame).clear_exclusive();
+    }
 }
 
-extern "C" fn compute<H: Hypervisor>(frame: &mut Frame, function: &Function) {
-    let operands = frame.operands;
-    frame.result = now::<H>(frame).compute(*function, operands);
+slat_jit::helper! {
+    fn compute<H: Hypervisor>(frame: &mut Frame, function: &Function) {
+        let operands = frame.operands;
+        frame.result = now::<H>(frame).compute(*function, operands);
+    }
 }
 
-/// `kind`: the number of bits, and 1 << 8 for CRC32C.
-extern "C" fn crc(_: &mut Frame, old: u64, value: u64, kind: u64) -> u64 {
-    crc::crc(old as u32, value, kind as u32 & 0xff, kind >> 8 != 0).into()
+slat_jit::helper! {
+    /// `kind`: the number of bits, and 1 << 8 for CRC32C.
+    fn crc(_: &mut Frame, old: u64, value: u64, kind: u64) -> u64 {
+        crc::crc(old as u32, value, kind as u32 & 0xff, kind >> 8 != 0).into()
+    }
 }
 
-extern "C" fn branch_target(frame: &mut Frame, target: u64) -> u64 {
-    // SAFETY: as in `now`.
-    unsafe { (*frame.state).branch_target(target) }
+slat_jit::helper! {
+    fn branch_target(frame: &mut Frame, target: u64) -> u64 {
+        // SAFETY: as in `now`.
+        unsafe { (*frame.state).branch_target(target) }
+    }
+}
+
+slat_jit::helper! {
+    fn begin_floats(frame: &mut Frame) {
+        frame.begin_floats();
+    }
 }
 
 #[cfg(test)]

@@ -14,10 +14,15 @@
 //! | code | `frame` | the fields that compiled code reaches |
 //! | | `helpers` | the functions that it calls: the interpreter's tier |
 //! | | `values`, `truth` | integers and truth values of Cranelift's |
-//! | | `translate` | a region as a function: registers, checkpoints, exits |
+//! | | `vectors` | values of vectors |
+//! | | `translator` | the state of a translation: registers, flags, checkpoints |
+//! | | `registers` | the vector registers |
 //! | | `access` | loads and stores, by the TLB |
-//! | | `vector` | vector functions that are emitted |
+//! | | `vector` | functions on integers that are emitted |
+//! | | `host` | operands and results of the host's floating-point unit |
+//! | | `float` | floating-point functions that the host computes |
 //! | | `emit` | the tier that emits code |
+//! | | `translate` | a region as a function: its blocks, its exits |
 //! | use | `region` | compiled code |
 //! | | `compiler` | what is compiled, and what is known already |
 //! | | `attached` | a processor's side |
@@ -50,18 +55,23 @@ mod attached;
 mod compiler;
 mod context;
 mod emit;
+mod float;
 mod frame;
 mod helpers;
+mod host;
 #[cfg(test)]
 mod order;
 mod plan;
 mod region;
+mod registers;
 mod source;
 mod translate;
+mod translator;
 mod truth;
 mod uses;
 mod values;
 mod vector;
+mod vectors;
 
 pub(crate) use attached::Compiled;
 pub use compiler::{Compile, Compiler};

@@ -2,16 +2,16 @@
 //!
 //! Registers are values of the region's function from its beginning to its end. Where the interpreter may have to
 //! continue, they must be in the [`State`](crate::state::State). That is at a *checkpoint*: before its instruction, all
-//! registers were written back, and until the next checkpoint nothing else has changed that the interpreter would
-//! change again. If an instruction ends early, the interpreter executes those from the last checkpoint on again. So a
-//! checkpoint is made before the first access of a block, and before the first access after a store; a row of loads
-//! needs one.
+//! registers were written back, and the flags to the frame; and until the next checkpoint nothing else has changed that
+//! the interpreter would change again. If an instruction ends early, the interpreter executes those from the last
+//! checkpoint on again. So a checkpoint is made before the first access of a block, and before the first access after a
+//! store or a change of FPSR; a row of loads needs one.
 //!
 //! A register is *dirty* where the state may have an older value. Which registers are dirty at the beginning of a block
 //! follows from the blocks that lead there.
 
 use super::source::Source;
-use super::uses::{Flow, Uses, uses};
+use super::uses::{FLAGS, Flow, Uses, uses};
 use crate::decode::decode;
 use crate::insn::Insn;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,7 +28,7 @@ pub(super) struct Step {
     pub(super) flow: Flow,
     /// Whether a checkpoint is made before the instruction.
     pub(super) is_checkpoint: bool,
-    uses: Uses,
+    pub(super) uses: Uses,
 }
 
 /// Instructions that are executed one after another.
@@ -43,6 +43,8 @@ pub(super) struct Plan {
     pub(super) blocks: BTreeMap<u64, Block>,
     /// The registers that the region uses.
     pub(super) registers: u64,
+    /// The host's floating-point unit may compute in the region.
+    pub(super) computes_floats: bool,
     /// The addresses to which called functions return, as far as they are in the region.
     pub(super) returns: Vec<u64>,
 }
@@ -64,7 +66,12 @@ impl Block {
     /// Returns the registers that are dirty at the end.
     fn dirty_after(&self) -> u64 {
         self.steps.iter().fold(self.dirty, |dirty, step| {
-            let before = if step.is_checkpoint { 0 } else { dirty };
+            let before = match step.is_checkpoint {
+                true if step.uses.reads_state => 0,
+                // A checkpoint saves the flags in another place than the state.
+                true => dirty & 1 << FLAGS,
+                false => dirty,
+            };
             before | step.uses.writes
         })
     }
@@ -97,6 +104,7 @@ impl Plan {
             .collect();
         let registers =
             (steps.iter()).fold(0, |all, step| all | step.uses.reads | step.uses.writes);
+        let computes_floats = steps.iter().any(|step| step.uses.computes_floats);
         let mut begins = BTreeSet::from([source.pc]);
         let returns = |step: &Step| step.uses.returns_to(step.flow, step.pc);
         let mut returns: Vec<_> = steps.iter().filter_map(returns).collect();
@@ -138,6 +146,7 @@ impl Plan {
         let mut plan = Plan {
             blocks,
             registers,
+            computes_floats,
             returns,
         };
         plan.find_dirty();
@@ -177,7 +186,6 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::super::context::Context;
-    use super::super::uses::FLAGS;
     use super::*;
     use crate::stage1::Accessor;
 
@@ -197,6 +205,7 @@ mod tests {
             accessor: Accessor::El0,
             checks_stack: false,
             traps_vectors: false,
+            has_usual_floats: true,
             is_direct: true,
         };
         let fetch = |offset: u64| words.get(offset as usize / 4).copied();

@@ -1,7 +1,7 @@
 //! The compiled code of a region.
 
 use super::source::Source;
-use super::translate::{Kept, Point};
+use super::translator::{Kept, Point};
 use slat_jit::{Chunk, Guarded};
 use std::vec::Vec;
 

@@ -27,6 +27,10 @@ pub(super) struct Uses {
     /// All registers must be in the state before the instruction, or the instruction may end early after it has
     /// changed memory. So no other instruction is executed again with it.
     pub(super) is_alone: bool,
+    /// The instruction reads registers in the state, and not only those of `reads`.
+    pub(super) reads_state: bool,
+    /// The host's floating-point unit may compute.
+    pub(super) computes_floats: bool,
 }
 
 impl Uses {
@@ -129,19 +133,6 @@ macro_rules! stores {
     };
 }
 
-/// Defines functions that store several words.
-macro_rules! several {
-    ($($name:ident($($type:ty),*);)*) => {
-        $(
-            fn $name(&mut self, $(_: $type),*) -> Result<(), Interpret> {
-                self.store();
-                self.uses.is_alone = true;
-                Ok(())
-            }
-        )*
-    };
-}
-
 /// Defines functions for what the interpreter alone does.
 macro_rules! interpreted {
     ($($name:ident($($type:ty),*);)*) => {
@@ -221,7 +212,6 @@ impl Tier for Noting {
         vector((), ()) -> ();
         low(()) -> ();
         high(()) -> ();
-        compute(Function, [(); 3]) -> ();
         mark_exclusive((), u8, ()) -> ();
         clear_exclusive() -> ();
         fence() -> ();
@@ -236,15 +226,11 @@ impl Tier for Noting {
 
     stores! {
         store((), u8, (), Access);
+        store_vector((), (), Access);
         prepare_stores((), u32, Access);
         atomic(AtomicOp, (), u8, (), Access);
         compare_exchange((), u8, [(); 2], Access);
         store_exclusive((), u8, (), Access);
-    }
-
-    several! {
-        store_vector((), (), Access);
-        zero_block(());
     }
 
     interpreted! {
@@ -255,6 +241,19 @@ impl Tier for Noting {
         exception_return();
     }
 
+    fn compute(&mut self, function: Function, _: [(); 3]) {
+        if function.is_float() {
+            // FPSR may change.
+            self.uses.changes = true;
+            self.uses.computes_floats = self.context.has_usual_floats;
+        }
+    }
+    fn zero_block(&mut self, (): ()) -> Result<(), Interpret> {
+        // It stores several times.
+        self.store();
+        self.uses.is_alone = true;
+        Ok(())
+    }
     fn check_stack(&mut self) -> Result<(), Interpret> {
         self.read(SP);
         self.uses.stops |= self.context.checks_stack;
@@ -274,6 +273,7 @@ impl Tier for Noting {
         self.uses.stops = true;
         self.uses.changes = true;
         self.uses.is_alone = true;
+        self.uses.reads_state = true;
         Ok(())
     }
 }
@@ -289,6 +289,7 @@ mod tests {
             accessor: Accessor::El1,
             checks_stack: true,
             traps_vectors: false,
+            has_usual_floats: true,
             is_direct: true,
         };
         uses(decode(word).as_ref(), 0x1000, context)
@@ -308,6 +309,10 @@ mod tests {
         let [one, two] = [0xf900_0041, 0xa900_0861].map(|word| of(word).0);
         assert!(one.stops && one.changes && !one.is_alone);
         assert!(two.stops && two.changes && two.is_alone);
+        // FCMP D1, D2; ADD V1.2D, V2.2D, V3.2D.
+        let [float, integer] = [0x1e62_2020, 0x4ee3_8441].map(|word| of(word).0);
+        assert!(float.computes_floats && float.changes && float.writes == 1 << FLAGS);
+        assert!(!integer.computes_floats && integer.changes);
         // B.EQ +8; BL +8; RET; SVC; MSR DAIFSET; UDF.
         assert_eq!(of(0x5400_0040).1, Flow::JumpIf(0x1008));
         assert_eq!(of(0x9400_0002).1, Flow::Jump(0x1008));

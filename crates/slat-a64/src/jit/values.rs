@@ -6,7 +6,6 @@ use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
     AbiParam, InstBuilder, InstructionData, MemFlags, Opcode, SigRef, Signature, Type, Value,
 };
-use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::FunctionBuilder;
 use std::collections::HashMap;
 use std::mem::offset_of;
@@ -72,7 +71,7 @@ impl<'a> Values<'a> {
         let kind = (arguments.len(), returns);
         let b = &mut self.b;
         let signature = *(self.signatures.entry(kind)).or_insert_with(|| {
-            let mut signature = Signature::new(CallConv::SystemV);
+            let mut signature = Signature::new(slat_jit::HELPERS);
             signature.params = [AbiParam::new(I64)].repeat(1 + kind.0);
             signature.returns = [AbiParam::new(I64)].repeat(kind.1);
             b.import_signature(signature)

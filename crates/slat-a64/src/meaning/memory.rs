@@ -60,37 +60,6 @@ fn loaded<T: Tier>(t: &mut T, value: T::Value, size: u8, loaded: Loaded) -> T::V
     }
 }
 
-/// Loads the low 1 << `size` bytes of a vector register. The other bytes become zero.
-#[inline(always)]
-pub(super) fn load_vector<T: Tier>(
-    t: &mut T,
-    at: T::Value,
-    size: u8,
-    access: Access,
-) -> Result<T::Vector, T::Stop> {
-    if size == 4 {
-        return t.load_vector(at, access);
-    }
-    let low = t.load(at, size, access)?;
-    let zero = t.number(0);
-    Ok(t.vector(low, zero))
-}
-
-#[inline(always)]
-pub(super) fn store_vector<T: Tier>(
-    t: &mut T,
-    at: T::Value,
-    size: u8,
-    value: T::Vector,
-    access: Access,
-) -> Result<(), T::Stop> {
-    if size == 4 {
-        return t.store_vector(at, value, access);
-    }
-    let low = t.low(value);
-    t.store(at, size, low, access)
-}
-
 #[inline(always)]
 pub(super) fn access<T: Tier>(
     t: &mut T,
@@ -121,13 +90,13 @@ pub(super) fn access<T: Tier>(
             write_back(t, base);
         }
         Transfer::LoadVector => {
-            let value = load_vector(t, at, size, access)?;
+            let value = t.load_part(at, size, access)?;
             write_back(t, base);
             t.set_v(rt, value);
         }
         Transfer::StoreVector => {
             let value = t.v(rt);
-            store_vector(t, at, size, value, access)?;
+            t.store_part(at, size, value, access)?;
             write_back(t, base);
         }
     }
@@ -143,40 +112,34 @@ pub(super) fn pair<T: Tier>(
     [rt, rt2]: [u8; 2],
 ) -> Result<(), T::Stop> {
     let access = Access::default();
-    let each = Access {
-        element: Some(size),
-        ..access
-    };
     let (at, base) = address(t, place)?;
-    let second = plus(t, at, 1 << size);
     match transfer {
         Transfer::Load(extension) => {
-            let a = t.load(at, size, access)?;
-            let b = t.load(second, size, access)?;
+            let pair = t.load_pair(at, size, access)?;
+            let [a, b] = pair.map(|vector| t.low(vector));
             let (a, b) = (loaded(t, a, size, extension), loaded(t, b, size, extension));
             write_back(t, base);
             set(t, rt, a);
             set(t, rt2, b);
         }
         Transfer::Store => {
-            let (a, b) = (x(t, rt), x(t, rt2));
-            t.prepare_stores(at, 2 << size, each)?;
-            t.store(at, size, a, access)?;
-            t.store(second, size, b, access)?;
+            let zero = t.number(0);
+            let pair = [rt, rt2].map(|r| {
+                let value = x(t, r);
+                t.vector(value, zero)
+            });
+            t.store_pair(at, size, pair, access)?;
             write_back(t, base);
         }
         Transfer::LoadVector => {
-            let a = load_vector(t, at, size, access)?;
-            let b = load_vector(t, second, size, access)?;
+            let [a, b] = t.load_pair(at, size, access)?;
             write_back(t, base);
             t.set_v(rt, a);
             t.set_v(rt2, b);
         }
         Transfer::StoreVector => {
-            let (a, b) = (t.v(rt), t.v(rt2));
-            t.prepare_stores(at, 2 << size, each)?;
-            store_vector(t, at, size, a, access)?;
-            store_vector(t, second, size, b, access)?;
+            let pair = [t.v(rt), t.v(rt2)];
+            t.store_pair(at, size, pair, access)?;
             write_back(t, base);
         }
     }

@@ -1,6 +1,5 @@
 //! LD1 to LD4, ST1 to ST4, and LD1R to LD4R (C7.2).
 
-use super::memory::{load_vector, store_vector};
 use super::{base_of, plus, set_x_or_sp, shl, shr, x, x_or_sp};
 use crate::bits::ones;
 use crate::insn::{After, Base};
@@ -98,10 +97,10 @@ pub(super) fn whole<T: Tier>(
         for n in 0..count {
             let at = plus(t, start, i64::from(bytes) * i64::from(n));
             if loads {
-                vectors[usize::from(n)] = load_vector(t, at, whole_size, access)?;
+                vectors[usize::from(n)] = t.load_part(at, whole_size, access)?;
             } else {
                 let value = t.v(number(rt, n));
-                store_vector(t, at, whole_size, value, access)?;
+                t.store_part(at, whole_size, value, access)?;
             }
         }
     } else {

@@ -89,8 +89,8 @@ pub(super) fn simd<T: Tier>(t: &mut T, simd: &Simd) {
             let zero = t.number(0);
             let how = t.vector(how, zero);
             let inputs = [t.v(rn), t.v(rm), how];
-            let flags = t.compute(function, inputs);
-            set_flags(t, flags);
+            let flags = t.compare(function, inputs);
+            t.set_flags(flags);
         }
         Simd::Table {
             full,
@@ -135,39 +135,37 @@ fn input<T: Tier>(t: &mut T, input: Input) -> T::Vector {
             t.vector(value, zero)
         }
         Input::Lane { r, size, lane } => {
-            let function = |op, bytes, immediate| Function {
-                op,
+            let function = Function {
+                op: Op::Duplicate,
                 size,
-                bytes,
+                bytes: 16,
                 is_signed: false,
-                immediate,
+                immediate: lane,
             };
             let value = t.v(r);
             let zero = t.number(0);
             let zeros = t.vector(zero, zero);
-            let lane = t.compute(function(Op::Element, 16, lane), [value, zeros, zeros]);
-            t.compute(function(Op::Duplicate, 16, 0), [lane, zeros, zeros])
+            t.compute(function, [value, zeros, zeros])
         }
     }
 }
 
 fn compute<T: Tier>(t: &mut T, function: Function, inputs: [Input; 3], output: Output) {
     let operands = inputs.map(|operand| input(t, operand));
-    let result = t.compute(function, operands);
     match output {
-        Output::V(rd) => t.set_v(rd, result),
+        Output::V(rd) => {
+            let result = t.compute(function, operands);
+            t.set_v(rd, result);
+        }
         Output::X(rd, width) => {
+            let result = t.compute(function, operands);
             let value = t.low(result);
             let value = cut(t, width, value);
             set(t, rd, value);
         }
-        Output::Flags => set_flags(t, result),
+        Output::Flags => {
+            let flags = t.compare(function, operands);
+            t.set_flags(flags);
+        }
     }
-}
-
-/// Sets N, Z, C, V from the low four bits.
-fn set_flags<T: Tier>(t: &mut T, bits: T::Vector) {
-    let bits = t.low(bits);
-    let flags = [3, 2, 1, 0].map(|n| t.bit(bits, n));
-    t.set_flags(flags);
 }

@@ -121,7 +121,7 @@ pub(crate) fn div(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
             let up = x.mantissa.leading_zeros() - 1;
             let numerator = x.mantissa << up;
             let quotient = numerator / y.mantissa;
-            let rest = u128::from(numerator % y.mantissa != 0);
+            let rest = u128::from(quotient * y.mantissa != numerator);
             let exponent = x.exponent - up as i32 - y.exponent;
             round(
                 Number {

@@ -149,7 +149,7 @@ pub(crate) enum Op {
     /// The first operand, with its lane 0 replaced by a lane of the third operand. The immediate is the number of that
     /// lane.
     Insert,
-    /// Lane 0 of the first operand, in all lanes.
+    /// The first operand's lane whose number is the immediate, in all lanes.
     Duplicate,
     Float(Float),
     FloatPairs(Float),
@@ -244,6 +244,22 @@ impl Function {
             false => get(b, self.size, n - lanes),
         };
         [at(2 * n), at(2 * n + 1)]
+    }
+
+    /// Whether the function computes with floating-point numbers.
+    pub(crate) fn is_float(&self) -> bool {
+        matches!(
+            self.op,
+            Op::Float(_)
+                | Op::FloatPairs(_)
+                | Op::FloatAcross(_)
+                | Op::Convert { .. }
+                | Op::ConvertLong { .. }
+                | Op::ConvertNarrow { .. }
+                | Op::ToGeneral { .. }
+                | Op::FromGeneral { .. }
+                | Op::Compare { .. }
+        )
     }
 
     /// Computes the result.
@@ -398,7 +414,7 @@ impl Function {
                 let mask = u128::from(ones(8 << size)) << at;
                 c & !mask | a << at & mask
             }
-            Op::Duplicate => self.each(|_| get(a, size, 0)),
+            Op::Duplicate => self.each(|_| get(a, size, self.immediate.into())),
             _ => self.compute_float([a, b, c], env),
         }
     }

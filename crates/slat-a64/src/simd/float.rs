@@ -1,7 +1,7 @@
 //! Floating-point numbers in software: formats, unpacking, rounding, and NaNs (DDI 0487, J1.3, shared/functions/float).
 //!
-//! Everything is computed with integers. The host's own arithmetic would be right for most operations, but not for
-//! all. Arm detects underflow before rounding, where x86 detects it after rounding. The flushing of denormals and the
+//! Everything is computed with integers. The host's own arithmetic is right for most results, which it computes in
+//! compiled code (`jit/float.rs`), but not for all. Arm detects underflow before rounding, where x86 detects it after rounding. The flushing of denormals and the
 //! choice among NaNs differ, and half precision is missing. `rustc_apfloat` has no square root and no flushing, and
 //! detects underflow after rounding, too.
 
@@ -19,6 +19,14 @@ const FZ16: u32 = 1 << 19;
 const FZ: u32 = 1 << 24;
 const DN: u32 = 1 << 25;
 const AHP: u32 = 1 << 26;
+
+/// The rounding mode: 0 is to nearest.
+const MODE: u32 = 3 << 22;
+
+/// Whether single and double precision are rounded to nearest, and denormals are numbers.
+pub(crate) fn is_usual(fpcr: u32) -> bool {
+    fpcr & (FZ | MODE) == 0
+}
 
 /// FPCR and FPSR during the computation of an instruction.
 #[derive(Clone, Copy, Debug)]
@@ -282,8 +290,8 @@ fn round_by(
     let below = (least - exponent).max(0) as u32;
     let mantissa = shift_right_sticky(mantissa, below);
     let unit = 1u128 << (126 - format.fraction);
-    let mut integer = (mantissa / unit) as u64;
-    let rest = mantissa % unit;
+    let mut integer = (mantissa >> (126 - format.fraction)) as u64;
+    let rest = mantissa & (unit - 1);
     if biased == 0 && rest != 0 {
         env.raise(UFC);
     }
@@ -356,7 +364,7 @@ pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
         _ => (shift_right_sticky(mantissa, below - 120), 120),
     };
     let unit = 1u128 << below;
-    let (integer, rest) = (mantissa / unit, mantissa % unit);
+    let (integer, rest) = (mantissa >> below, mantissa & (unit - 1));
     let up = rounds_up(rounding, negative, integer & 1 != 0, rest, unit);
     (integer + u128::from(up), rest == 0)
 }

@@ -5,7 +5,7 @@
 //! code may call it, too. If an operand is one lane of a register, the function gets a register with this lane in all
 //! lanes. So instructions by element need no functions of their own.
 
-mod arithmetic;
+pub(crate) mod arithmetic;
 pub(crate) mod compute;
 mod decode;
 mod fixed;
@@ -18,6 +18,7 @@ mod three;
 
 pub(crate) use compute::{Function, Op};
 pub(crate) use decode::decode;
+pub(crate) use integer::Integer;
 
 use crate::width::Width;
 

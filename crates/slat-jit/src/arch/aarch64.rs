@@ -1,6 +1,7 @@
 //! 64-bit Arm.
 
 use crate::frame::{FAILED, Frame, LEAST_CODE};
+use cranelift_codegen::isa::CallConv;
 use std::arch::{asm, naked_asm};
 use std::mem::offset_of;
 
@@ -15,6 +16,48 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
     std::arch::is_aarch64_feature_detected!("lse")
         .then_some("has_lse")
         .into_iter()
+}
+
+/// See [`crate::HELPERS`].
+pub(crate) const HELPERS: CallConv = CallConv::SystemV;
+
+/// Makes an item or a type that begins with `fn` one with the convention [`HELPERS`](crate::HELPERS).
+#[macro_export]
+macro_rules! helper {
+    ($(#[$attribute:meta])* fn $($rest:tt)*) => {
+        $(#[$attribute])* extern "C" fn $($rest)*
+    };
+}
+
+/// See [`crate::has_fused_multiply_add`].
+pub(crate) fn has_fused_multiply_add() -> bool {
+    true
+}
+
+/// FPSR's flag of an inexact result.
+const INEXACT: u64 = 1 << 4;
+
+/// Loads FPCR, the lower half, and FPSR, the upper half. Returns their old values.
+fn exchange_float_registers(new: u64) -> u64 {
+    let (control, status): (u64, u64);
+    // SAFETY: programs may write these registers. The callers load their reset values, or values that they have had.
+    unsafe {
+        asm!("mrs {control}, fpcr", "mrs {status}, fpsr", "msr fpcr, {new_control}", "msr fpsr, {new_status}",
+            control = out(reg) control, status = out(reg) status,
+            new_control = in(reg) new & 0xffff_ffff, new_status = in(reg) new >> 32,
+            options(nomem, nostack, preserves_flags))
+    };
+    control & 0xffff_ffff | status << 32
+}
+
+/// See [`crate::floats::begin`].
+pub(crate) fn begin_floats() -> u64 {
+    exchange_float_registers(0)
+}
+
+/// See [`crate::floats::Before::end`].
+pub(crate) fn end_floats(before: u64) -> bool {
+    exchange_float_registers(before) >> 32 & INEXACT != 0
 }
 
 fn membarrier(command: libc::c_int) -> bool {

@@ -3,6 +3,9 @@
 //! | name | idea |
 //! |---|---|
 //! | `TARGET`, `features` | Cranelift's names for the host, and for what its processor has |
+//! | `HELPERS`, `helper` | the convention for calls of helpers |
+//! | `has_fused_multiply_add` | whether its processor multiplies and adds with one rounding |
+//! | `begin_floats`, `end_floats` | the code of [`crate::floats`] |
 //! | `enter`, `failed_access` | the code of [`crate::entry`] |
 //! | `prepare`, `publish` | makes all threads see new code |
 

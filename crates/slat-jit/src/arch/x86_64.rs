@@ -1,7 +1,8 @@
 //! x86-64.
 
 use crate::frame::{FAILED, Frame, LEAST_CODE};
-use std::arch::naked_asm;
+use cranelift_codegen::isa::CallConv;
+use std::arch::{asm, naked_asm};
 use std::mem::offset_of;
 
 pub(crate) const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -14,6 +15,7 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
         ("has_sse41", is_x86_feature_detected!("sse4.1")),
         ("has_sse42", is_x86_feature_detected!("sse4.2")),
         ("has_avx", is_x86_feature_detected!("avx")),
+        ("has_fma", has_fused_multiply_add()),
         ("has_popcnt", is_x86_feature_detected!("popcnt")),
         ("has_lzcnt", is_x86_feature_detected!("lzcnt")),
         ("has_bmi1", is_x86_feature_detected!("bmi1")),
@@ -21,6 +23,49 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
     ];
     let present = all.into_iter().filter(|(_, is_there)| *is_there);
     present.map(|(name, _)| name)
+}
+
+/// See [`crate::HELPERS`].
+pub(crate) const HELPERS: CallConv = CallConv::WindowsFastcall;
+
+/// Makes an item or a type that begins with `fn` one with the convention [`HELPERS`](crate::HELPERS).
+#[macro_export]
+macro_rules! helper {
+    ($(#[$attribute:meta])* fn $($rest:tt)*) => {
+        $(#[$attribute])* extern "win64" fn $($rest)*
+    };
+}
+
+/// See [`crate::has_fused_multiply_add`].
+pub(crate) fn has_fused_multiply_add() -> bool {
+    is_x86_feature_detected!("fma")
+}
+
+/// MXCSR that masks all exceptions, rounds to nearest, and flushes nothing. Its flags are clear.
+const DEFAULT: u32 = 0x1f80;
+/// MXCSR's flag of an inexact result.
+const INEXACT: u32 = 1 << 5;
+
+/// Loads MXCSR. Returns its old value.
+fn exchange_mxcsr(new: u32) -> u32 {
+    let mut old = 0u32;
+    // SAFETY: both operands are local variables. The callers load values that a processor can have: the default, and
+    // one that MXCSR has had.
+    unsafe {
+        asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
+            options(nostack, preserves_flags))
+    };
+    old
+}
+
+/// See [`crate::floats::begin`].
+pub(crate) fn begin_floats() -> u64 {
+    exchange_mxcsr(DEFAULT).into()
+}
+
+/// See [`crate::floats::Before::end`].
+pub(crate) fn end_floats(before: u64) -> bool {
+    exchange_mxcsr(before as u32) & INEXACT != 0
 }
 
 /// Makes later calls of [`publish`] possible. The host's instruction cache needs nothing.

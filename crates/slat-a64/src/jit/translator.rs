@@ -1,0 +1,297 @@
+//! The state of a translation: the values of registers and flags, and the checkpoints.
+//!
+//! The registers that a region uses are variables, which are read from the state at its beginning.
+//! [`Plan`](super::plan::Plan) says where they are written back.
+//!
+//! The flags are two variables ([`SavedFlags`]): a result, which says N and Z, and the rest. So a loop that sets flags
+//! and does not use them computes hardly anything for them. A checkpoint saves both as they are, and computes nothing.
+
+use super::context::Context;
+use super::frame::{ALSO_N, Frame, SavedFlags};
+use super::helpers::helper;
+use super::truth::Truth;
+use super::uses::{FLAGS, SP};
+use super::values::Values;
+use super::vectors::Known;
+use crate::simd::Function;
+use crate::state::State;
+use cranelift_codegen::ir::types::{I8, I64};
+use cranelift_codegen::ir::{Block, InstBuilder, MemFlags, SourceLoc, Type, Value};
+use cranelift_frontend::Variable;
+use std::boxed::Box;
+use std::collections::{BTreeMap, HashMap};
+use std::mem::offset_of;
+use std::vec::Vec;
+
+/// A checkpoint ([`plan`](super::plan)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Point {
+    pub(super) pc: u64,
+    /// The instructions from here to the end of the block, which were counted at the beginning of the block.
+    pub(super) uncounted: i64,
+    /// Whether the frame has the flags, and not the state.
+    pub(super) has_flags: bool,
+}
+
+/// A function to which compiled code has a pointer.
+pub(super) struct Kept(Box<Function>);
+
+/// The current position.
+pub(super) struct Now {
+    /// The address of the instruction.
+    pub(super) pc: u64,
+    /// The instructions from here to the end of the block.
+    pub(super) rest: i64,
+    /// The registers whose values the state does not have: a bit for each.
+    pub(super) dirty: u64,
+    /// The flags, if the block has set them.
+    pub(super) flags: Option<[Truth; 4]>,
+    /// Whether the frame has these flags.
+    pub(super) has_saved_flags: bool,
+    /// The values of vector registers that the block remembers.
+    pub(super) vectors: [Known; 32],
+}
+
+pub(super) struct Translator<'a> {
+    pub(super) v: Values<'a>,
+    pub(super) context: Context,
+    /// The variables of registers by number, and those of the flags.
+    pub(super) registers: Vec<Variable>,
+    pub(super) flags: [Variable; 2],
+    pub(super) budget: Variable,
+    /// The address of the state, and of the TLB.
+    pub(super) state: Value,
+    pub(super) tlb: Value,
+    pub(super) now: Now,
+    pub(super) heads: BTreeMap<u64, Block>,
+    /// See [`Plan`].
+    pub(super) returns: Vec<u64>,
+    pub(super) points: Vec<Point>,
+    /// The blocks that leave at checkpoints, by the number of the checkpoint.
+    pub(super) leaves: HashMap<usize, Block>,
+    pub(super) functions: Vec<Kept>,
+}
+
+fn numbers(registers: u64) -> impl Iterator<Item = u32> {
+    (0..FLAGS).filter(move |r| registers >> r & 1 != 0)
+}
+
+/// Returns the offset of a register in the state.
+fn offset_of_register(r: u32) -> i32 {
+    let offset = match r {
+        SP => offset_of!(State, sp),
+        r => offset_of!(State, x) + 8 * r as usize,
+    };
+    offset as i32
+}
+
+impl Translator<'_> {
+    /// Reads all registers that the region uses.
+    pub(super) fn read_state(&mut self, used: u64) {
+        let trusted = MemFlags::trusted();
+        for r in numbers(used) {
+            let value = (self.v.b.ins()).load(I64, trusted, self.state, offset_of_register(r));
+            self.v.b.def_var(self.registers[r as usize], value);
+        }
+        if used >> FLAGS & 1 != 0 {
+            let [n, z, c, v] = [0, 1, 2, 3].map(|flag| {
+                let at = (offset_of!(State, flags) + flag) as i32;
+                (self.v.b.ins()).load(I8, trusted, self.state, at)
+            });
+            let flags = [n, z, c, v].map(Truth::Is);
+            self.define_flags(flags);
+        }
+        let budget = self.v.field(offset_of!(Frame, budget));
+        self.v.b.def_var(self.budget, budget);
+    }
+
+    /// Returns flags in the form that variables have.
+    fn flag_values(&mut self, [n, z, c, v]: [Truth; 4]) -> [Value; 2] {
+        let [c, overflow] = [c, v].map(|flag| flag.widened(&mut self.v));
+        let overflow = self.v.b.ins().ishl_imm(overflow, 1);
+        let rest = self.v.b.ins().bor(c, overflow);
+        if let Some(result) = n.with_zero(z, &mut self.v) {
+            return [result, rest];
+        }
+        let [n, z] = [n, z].map(|flag| flag.widened(&mut self.v));
+        let sign = self.v.b.ins().ishl_imm(n, 63);
+        let other = self.v.b.ins().bor_imm(sign, 1);
+        let zero = self.v.constant(0);
+        let result = self.v.b.ins().select(z, zero, other);
+        let both = self.v.b.ins().band(n, z);
+        let both = self.v.b.ins().ishl_imm(both, i64::from(ALSO_N));
+        [result, self.v.b.ins().bor(rest, both)]
+    }
+
+    fn define_flags(&mut self, flags: [Truth; 4]) {
+        let values = self.flag_values(flags);
+        for (variable, value) in self.flags.into_iter().zip(values) {
+            self.v.b.def_var(variable, value);
+        }
+    }
+
+    pub(super) fn current_flags(&mut self) -> [Truth; 4] {
+        if let Some(flags) = self.now.flags {
+            return flags;
+        }
+        let [result, rest] = self.flags.map(|variable| self.v.b.use_var(variable));
+        let also = (self.v.b.ins()).ishl_imm(rest, 63 - i64::from(ALSO_N));
+        let sign = self.v.b.ins().bor(result, also);
+        let bit = |value, n| Truth::Bit {
+            value,
+            n,
+            set: true,
+        };
+        let zero = Truth::Zero {
+            value: result,
+            is: true,
+        };
+        [bit(sign, 63), zero, bit(rest, 0), bit(rest, 1)]
+    }
+
+    pub(super) fn register(&mut self, r: u32) -> Value {
+        self.v.b.use_var(self.registers[r as usize])
+    }
+
+    pub(super) fn set_register(&mut self, r: u32, value: Value) {
+        self.v.b.def_var(self.registers[r as usize], value);
+        self.now.dirty |= 1 << r;
+    }
+
+    /// Prepares the host's floating-point unit, unless that was done since compiled code was entered.
+    pub(super) fn begin_floats(&mut self) {
+        let begun = self.v.field(offset_of!(Frame, floats));
+        let (begin, on) = (self.v.b.create_block(), self.v.b.create_block());
+        self.v.b.set_cold_block(begin);
+        self.v.b.ins().brif(begun, on, &[], begin, &[]);
+        self.v.b.seal_block(begin);
+        self.v.b.switch_to_block(begin);
+        self.v.call(helper!(begin_floats), &[], 0);
+        self.v.b.ins().jump(on, &[]);
+        self.v.b.seal_block(on);
+        self.v.b.switch_to_block(on);
+    }
+
+    /// Returns a helper's result, or its first bytes.
+    pub(super) fn result(&mut self, ty: Type) -> Value {
+        let (frame, at) = (self.v.frame(), offset_of!(Frame, result) as i32);
+        (self.v.b.ins()).load(ty, MemFlags::trusted(), frame, at)
+    }
+
+    /// Keeps a function, and returns its address.
+    pub(super) fn keep(&mut self, function: Function) -> Value {
+        let known = self.functions.iter().position(|known| *known.0 == function);
+        let at = known.unwrap_or_else(|| {
+            self.functions.push(Kept(Box::new(function)));
+            self.functions.len() - 1
+        });
+        let address: *const Function = &*self.functions[at].0;
+        self.v.constant(address as i64)
+    }
+
+    /// Writes the dirty registers to the state. They stay dirty.
+    pub(super) fn write_back(&mut self) {
+        self.write_registers();
+        let trusted = MemFlags::trusted();
+        if self.now.dirty >> FLAGS & 1 != 0 {
+            for (n, flag) in self.current_flags().into_iter().enumerate() {
+                let value = flag.value(&mut self.v);
+                let at = (offset_of!(State, flags) + n) as i32;
+                self.v.b.ins().store(trusted, value, self.state, at);
+            }
+        }
+    }
+
+    /// Writes the dirty registers to the state, but not the flags.
+    pub(super) fn write_registers(&mut self) {
+        for r in numbers(self.now.dirty) {
+            let value = self.register(r);
+            let at = offset_of_register(r);
+            (self.v.b.ins()).store(MemFlags::trusted(), value, self.state, at);
+        }
+    }
+
+    /// Writes the flags to the frame.
+    pub(super) fn save_flags(&mut self) {
+        if std::mem::replace(&mut self.now.has_saved_flags, true) {
+            return;
+        }
+        let flags = self.current_flags();
+        let [result, rest] = self.flag_values(flags);
+        let frame = self.v.frame();
+        let at = [offset_of!(SavedFlags, result), offset_of!(SavedFlags, rest)];
+        for (value, at) in [result, rest].into_iter().zip(at) {
+            let at = (offset_of!(Frame, flags) + at) as i32;
+            (self.v.b.ins()).store(MemFlags::trusted(), value, frame, at);
+        }
+    }
+
+    pub(super) fn write_pc(&mut self, pc: Value) {
+        let at = offset_of!(State, pc) as i32;
+        (self.v.b.ins()).store(MemFlags::trusted(), pc, self.state, at);
+    }
+
+    /// Writes the number of instructions that may still be executed to the frame: those that were not executed are
+    /// `more`.
+    pub(super) fn write_budget(&mut self, more: i64) {
+        let mut budget = self.v.b.use_var(self.budget);
+        if more != 0 {
+            budget = self.v.b.ins().iadd_imm(budget, more);
+        }
+        self.v.set_field(offset_of!(Frame, budget), budget);
+    }
+
+    /// Makes a checkpoint before the current instruction, which may read the state itself.
+    pub(super) fn checkpoint(&mut self, reads_state: bool) {
+        if reads_state {
+            self.write_back();
+            self.now.dirty = 0;
+        } else {
+            self.write_registers();
+            self.now.dirty &= 1 << FLAGS;
+        }
+        let has_flags = self.now.dirty != 0;
+        if has_flags {
+            self.save_flags();
+        }
+        self.write_budget(0);
+        self.points.push(Point {
+            pc: self.now.pc,
+            uncounted: self.now.rest,
+            has_flags,
+        });
+        let number = self.points.len() - 1;
+        self.v.b.set_srcloc(SourceLoc::new(number as u32));
+    }
+
+    /// Returns the block that leaves to the interpreter at the last checkpoint.
+    pub(super) fn leave(&mut self) -> Block {
+        let number = self.points.len() - 1;
+        *self.leaves.entry(number).or_insert_with(|| {
+            let block = self.v.b.create_block();
+            self.v.b.set_cold_block(block);
+            block
+        })
+    }
+
+    /// Leaves to the interpreter at the last checkpoint if a value is not 0.
+    pub(super) fn leave_if(&mut self, wrong: Value) {
+        let leave = self.leave();
+        let on = self.v.b.create_block();
+        self.v.b.ins().brif(wrong, leave, &[], on, &[]);
+        self.v.b.seal_block(on);
+        self.v.b.switch_to_block(on);
+    }
+
+    pub(super) fn return_number(&mut self, number: u64) {
+        let number = self.v.constant(number as i64);
+        self.v.b.ins().return_(&[number]);
+    }
+
+    /// Makes the flags of the block those of the region.
+    pub(super) fn settle_flags(&mut self) {
+        if let Some(flags) = self.now.flags.take() {
+            self.define_flags(flags);
+        }
+    }
+}
