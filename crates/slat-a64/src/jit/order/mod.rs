@@ -48,6 +48,7 @@ fn emitted(word: u32) -> (Vec<Emitted>, String) {
         accessor: Accessor::El1,
         checks_stack: false,
         traps_vectors: false,
+        has_usual_floats: true,
         is_direct: true,
     };
     let source = Source::collect(0x1000, context, |at| (at == 0).then_some(word));
