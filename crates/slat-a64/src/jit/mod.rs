@@ -49,6 +49,12 @@
 //! which every invalidation of the TLB begins. Neither changes while compiled code runs.
 //!
 //! A region belongs to no processor. All processors use the regions of the same words at the same virtual address.
+//!
+//! # Hosts of the same architecture
+//! On arm64 the compiler does what it does on x86. Shortcuts that only arm64 allows have these places, and none is made:
+//! `emit::compute` could emit each function on vectors as the host's own instruction, with the guest's FPCR and FPSR in
+//! the host's registers; and `translate` could copy an instruction that neither accesses memory nor branches, with the
+//! guest's registers in the host's.
 
 mod access;
 mod attached;
