@@ -21,7 +21,7 @@ pub(crate) struct Register {
     pub(crate) rights: Rights,
     /// The value after reset. A register without writable bits always has this value.
     pub(crate) reset: u64,
-    /// The bits that writes change.
+    /// The bits that writes change: those of the guest, if it has the right, and those of a client.
     pub(crate) writable: u64,
 }
 
@@ -132,12 +132,12 @@ pub(crate) const REGISTERS: &[Register] = &[
     breakpoint(2, 7, WATCH_WRITABLE),
     breakpoint(3, 6, !3),
     breakpoint(3, 7, WATCH_WRITABLE),
-    // OSLSR_EL1, which OSLAR_EL1 changes.
+    // OSLSR_EL1. The guest changes the lock by OSLAR_EL1; a client restores it here.
     row(
         [2, 0, 1, 1, 4],
         Rights::El1Reads,
         OSLSR_EXISTS | OSLSR_LOCKED,
-        0,
+        OSLSR_LOCKED,
     ),
     // OSDLR_EL1.
     row([2, 0, 1, 3, 4], Rights::El1, 0, 0),

@@ -308,6 +308,24 @@ fn registers_are_listed_and_can_be_saved_and_restored() {
 }
 
 #[test]
+fn the_os_lock_that_a_guest_has_opened_is_restored_and_nothing_else_of_its_register_changes() {
+    const EXISTS: u64 = 1 << 3;
+    const LOCKED: u64 = 1 << 1;
+    let oslsr = system(2, 0, 1, 1, 4);
+    let guest = Guest::new(&[]);
+    let vcpu = guest.vcpu(0, 0);
+    assert_eq!(get(&vcpu, oslsr), EXISTS | LOCKED);
+    set(&vcpu, oslsr, EXISTS);
+    assert_eq!(get(&vcpu, oslsr), EXISTS);
+    for value in [0, EXISTS | 1] {
+        let set = vcpu.set_one_reg(oslsr, &u64::to_le_bytes(value));
+        assert_eq!(set.unwrap_err().errno(), libc::EINVAL, "{value:#x}");
+    }
+    set(&vcpu, oslsr, EXISTS | LOCKED);
+    assert_eq!(get(&vcpu, oslsr), EXISTS | LOCKED);
+}
+
+#[test]
 fn a_client_sets_the_virtual_and_the_physical_counter_of_a_vm() {
     let guest = Guest::new(&[]);
     let vcpus = [0, 1].map(|id| guest.vcpu(id, 0));

@@ -24,6 +24,9 @@ const SERVICES: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_FW_FEAT_BMA
 
 const SPSR_EL1: SystemName = SystemName::new(3, 0, 4, 0, 0);
 const ELR_EL1: SystemName = SystemName::new(3, 0, 4, 0, 1);
+/// OSLSR_EL1, and its bit OSLK: the guest's lock of its debug registers.
+const OSLSR_EL1: SystemName = SystemName::new(2, 0, 1, 1, 4);
+const OSLK: u64 = 1 << 1;
 
 /// A core register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,6 +182,9 @@ impl Inner {
             return self.machine.settings().identify(register, value);
         }
         let old = self.get_system(name)?;
+        if name == OSLSR_EL1 && (value ^ old) & !OSLK != 0 {
+            return fail(libc::EINVAL);
+        }
         let is_held = self.cpu.state.system(name).is_some();
         let is_set = match is_held {
             true => slat_a64::is_writable(name) && self.cpu.state.set_system(name, value),
