@@ -18,7 +18,7 @@
 pub mod begin;
 
 use crate::arch::carried::is_possible;
-use crate::arch::files::LINKER_NAME;
+use crate::arch::files;
 use crate::elf::Headers;
 use crate::real::{Opened, kernel};
 use slat_host::procfs;
@@ -35,13 +35,26 @@ const LINKER: usize = 1;
 /// The names by which the dynamic linker looks for the libraries that this library needs, each with a NUL. The last two
 /// are parts of newer C libraries. This library itself has no name here, because no other library needs it.
 static NAMES: [[u8; 24]; COUNT] = [
-    *b"\0                       ",
-    LINKER_NAME,
-    *b"libc.so.6\0              ",
-    *b"libgcc_s.so.1\0          ",
-    *b"libpthread.so.0\0        ",
-    *b"libdl.so.2\0             ",
+    name(c""),
+    name(files::LINKER),
+    name(c"libc.so.6"),
+    name(c"libgcc_s.so.1"),
+    name(c"libpthread.so.0"),
+    name(c"libdl.so.2"),
 ];
+
+/// Returns the name of the file at `path`, without its directory. Only the bytes up to the first NUL matter.
+const fn name(path: &CStr) -> [u8; 24] {
+    let path = path.to_bytes_with_nul();
+    let mut start = path.len();
+    while start > 0 && path[start - 1] != b'/' {
+        start -= 1;
+    }
+    let (_, file) = path.split_at(start);
+    let mut name = [0; 24];
+    name.split_at_mut(file.len()).0.copy_from_slice(file);
+    name
+}
 
 /// A file that slat's own process needs. The library's copy has the descriptors of the other files in its data
 /// ([`FILES`]).

@@ -183,11 +183,15 @@ pub unsafe extern "C" fn slat_begin() -> ! {
     start::begin!(become_program)
 }
 
+/// The path of the dynamic linker, with its NUL.
+#[cfg(not(test))]
+const LINKER: &[u8] = crate::arch::files::LINKER.to_bytes_with_nul();
+
 /// The dynamic linker that loads this library when it is started as a program.
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".interp")]
-static INTERPRETER: [u8; crate::arch::files::INTERPRETER.len()] = crate::arch::files::INTERPRETER;
+static INTERPRETER: [u8; LINKER.len()] = *LINKER.first_chunk().unwrap();
 
 /// Opens a program's file.
 fn open(path: &CStr) -> Result<Opened, String> {
