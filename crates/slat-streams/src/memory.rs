@@ -5,7 +5,7 @@ use std::ops::Range;
 /// Size of a host page.
 pub const PAGE: usize = 4096;
 
-/// A range of addresses that this value owns. At first no address in the range is accessible.
+/// A range of addresses that this value owns.
 #[derive(Debug)]
 pub struct Reserved {
     start: usize,
@@ -48,7 +48,7 @@ pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
 }
 
 impl Reserved {
-    /// Reserves `len` bytes.
+    /// Reserves `len` bytes. At first none of them is accessible.
     pub fn new(len: usize) -> Self {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: the call makes a new mapping at an address of the kernel's choice.
@@ -57,6 +57,17 @@ impl Reserved {
         Reserved {
             start: start as usize,
             len,
+        }
+    }
+
+    /// Owns `range` from now on.
+    ///
+    /// # Safety
+    /// `range` is a mapping that nothing else unmaps or replaces.
+    pub unsafe fn owning(range: Range<usize>) -> Self {
+        Reserved {
+            start: range.start,
+            len: range.len(),
         }
     }
 

@@ -23,67 +23,40 @@ pub struct Handle {
     /// The descriptor. Other lanes may use it, so it is closed when the last lane has dropped this handle.
     pub fd: OwnedFd,
     /// The client's mapping of a vCPU.
-    pub mapped: Option<Mapped>,
+    pub mapped: Option<Reserved>,
     /// Whether a lane runs the vCPU. A second lane that ran the vCPU would wait, and would miss its kick.
     pub runs: AtomicBool,
 }
 
-/// A client's mapping of a vCPU's descriptor.
-#[derive(Debug)]
-pub struct Mapped {
-    start: usize,
-    len: usize,
-}
-
-impl Mapped {
-    fn new(object: &Object, fd: &OwnedFd) -> Option<Self> {
-        let Object::Vcpu(vcpu) = object else {
-            return None;
-        };
-        // SAFETY: all-zero is a valid `stat`, and the call fills in the struct.
-        let len = unsafe {
-            let mut stat: libc::stat = std::mem::zeroed();
-            assert_eq!(libc::fstat(fd.as_raw_fd(), &mut stat), 0);
-            stat.st_size as usize
-        };
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
-            .expect("the whole of it can be mapped");
-        // SAFETY: the mapping is new, and `complete_mapping` replaces one page of it, the coalesced ring.
-        unsafe {
-            let start = libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                rights,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            );
-            assert_ne!(start, libc::MAP_FAILED);
-            vcpu.complete_mapping(start as usize, len, 0)
-                .expect("room for a mapping");
-            Some(Mapped {
-                start: start as usize,
-                len,
-            })
-        }
-    }
-
-    /// Returns the address of `kvm_run`.
-    pub fn start(&self) -> usize {
-        self.start
-    }
-
-    /// Returns the mapping's addresses.
-    pub fn range(&self) -> Range<usize> {
-        self.start..self.start + self.len
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        // SAFETY: the mapping belongs to this value.
-        unsafe { libc::munmap(self.start as *mut _, self.len) };
+/// Maps a vCPU's descriptor, as a client does. `None`: the object is no vCPU.
+fn map_vcpu(object: &Object, fd: &OwnedFd) -> Option<Reserved> {
+    let Object::Vcpu(vcpu) = object else {
+        return None;
+    };
+    // SAFETY: all-zero is a valid `stat`, and the call fills in the struct.
+    let len = unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        assert_eq!(libc::fstat(fd.as_raw_fd(), &mut stat), 0);
+        stat.st_size as usize
+    };
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
+        .expect("the whole of it can be mapped");
+    // SAFETY: the mapping is new, and `complete_mapping` replaces one page of it, the coalesced ring.
+    unsafe {
+        let start = libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            rights,
+            libc::MAP_SHARED,
+            fd.as_raw_fd(),
+            0,
+        );
+        assert_ne!(start, libc::MAP_FAILED);
+        let start = start as usize;
+        vcpu.complete_mapping(start, len, 0)
+            .expect("room for a mapping");
+        Some(Reserved::owning(start..start + len))
     }
 }
 
@@ -190,7 +163,7 @@ impl World {
             Answer::Kernels => 0,
             Answer::Created(object, fd) | Answer::Stored(object, fd) => {
                 let number = fd.as_raw_fd();
-                let mapped = Mapped::new(&object, &fd);
+                let mapped = map_vcpu(&object, &fd);
                 let handles = match object {
                     Object::Vm(_) => &self.vms,
                     Object::Vcpu(_) => &self.vcpus,
