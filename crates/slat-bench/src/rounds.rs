@@ -130,6 +130,18 @@ impl Bench {
         Ok(())
     }
 
+    /// Prints a sample to standard error at once. Call for samples for which a user waits longer than for a case of
+    /// other experiments. The medians of the case follow when all its rounds are done.
+    pub fn show(&self, case: &str, variant: &str, sample: &Sample) {
+        let row = self.text(case, variant, sample);
+        self.progress.suspend(|| eprint!("{row}"));
+    }
+
+    fn text(&self, case: &str, variant: &str, sample: &Sample) -> String {
+        let (metric, value) = (sample.metric, shown(sample.value, sample.unit));
+        format!("{} {case} {metric}: {variant} {value}\n", self.experiment)
+    }
+
     /// Returns a line of text for each metric of `case`, with the value of each of `variants`.
     fn measured(&self, case: &str, variants: &[&'static str]) -> String {
         let rows = self.report.rows();
@@ -218,6 +230,11 @@ mod tests {
         assert_eq!(
             bench.measured("alu", &["a", "b"]),
             "cpu alu mips: a 4.00 MIPS, b 3.00 MIPS\n"
+        );
+        let sample = Sample::new("mips", Unit::Mips, 4.0);
+        assert_eq!(
+            bench.text("alu", "a", &sample),
+            "cpu alu mips: a 4.00 MIPS\n"
         );
         let report = bench.finish();
         assert_eq!(report.value("cpu", "alu", "a", "mips"), Some(4.0));

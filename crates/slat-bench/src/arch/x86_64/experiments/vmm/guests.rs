@@ -6,6 +6,10 @@ use crate::Linux;
 use crate::arch::x86_64::machine::Failure;
 use crate::arch::x86_64::qemu::{Payload, Qemu};
 
+/// The goal for the processor time of a boot after the first, as a share of the first boot's time: the code of the
+/// first boot is known.
+pub const AGAIN: f64 = 0.6;
+
 /// The first guest. Its devices are measured, too.
 pub const LINUX: &str = "linux";
 
@@ -22,7 +26,8 @@ pub struct Guest {
     pub works: &'static [Work],
     /// The metrics of the boots that follow the tasks. Before each of these boots the guest resets its machine.
     pub again: &'static [&'static str],
-    /// The goal for the processor time until the shell is ready, as a share of the time on QEMU's own software CPU.
+    /// The goal for the processor time until the shell is ready, as a share of the time on QEMU's own software CPU. The
+    /// goal for later boots is [`AGAIN`].
     pub boot: f64,
     /// The goal for the processor time of all tasks together, as a share of the time on QEMU's own software CPU.
     pub together: f64,
@@ -64,7 +69,7 @@ pub const GUESTS: &[Guest] = &[
             work("gzip_cpu_seconds", 0.6, GZIP),
         ],
         again: &[],
-        boot: 1.0,
+        boot: 0.7,
         together: 0.6,
     },
     // The tasks are short, and most of them execute code for the first time.
@@ -97,7 +102,7 @@ pub const GUESTS: &[Guest] = &[
             ),
         ],
         again: &["second_boot_cpu_seconds", "third_boot_cpu_seconds"],
-        boot: 1.0,
+        boot: 0.7,
         together: 1.0,
     },
     Guest {

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::NAME;
-use super::guests::{GUESTS, Guest, LINUX};
+use super::guests::{AGAIN, GUESTS, Guest, LINUX};
 use crate::Linux;
 use crate::arch::x86_64::machine::{Api, Failure, Slat};
 use crate::arch::x86_64::qemu::{self, Qemu, TemporaryFile};
@@ -43,11 +43,17 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
             }
         }
         let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
-        bench.in_turns(guest.case, rounds, &[TCG, Slat::NAME], |_, variant| {
+        bench.in_turns(guest.case, rounds, &[TCG, Slat::NAME], |bench, variant| {
             let mut qemu = guest.start(&linux, variant == Slat::NAME, &disk.file.0)?;
-            let mut samples = work(guest, &mut qemu)?;
+            let mut samples = Vec::new();
+            // A guest takes minutes, so each sample is printed when it is measured.
+            let mut add = |sample| {
+                bench.show(guest.case, variant, &sample);
+                samples.push(sample);
+            };
+            work(guest, &mut qemu, &mut add)?;
             if guest.case == LINUX {
-                samples.extend(devices(&mut qemu, Duration::from_secs(idle), &disk)?);
+                devices(&mut qemu, Duration::from_secs(idle), &disk, &mut add)?;
             }
             Ok(samples)
         })?;
@@ -77,40 +83,45 @@ fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     }
 }
 
-/// Measures the boot, the tasks, and the boots after the tasks.
-fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
+/// Measures the boot, the tasks, and the boots after the tasks. Calls `add` with each sample.
+fn work(guest: &Guest, qemu: &mut Qemu, add: &mut dyn FnMut(Sample)) -> Result<(), Failure> {
     qemu.boot()?;
-    let mut samples = vec![Sample::seconds(BOOT, qemu.cpu_time()?)];
+    add(Sample::seconds(BOOT, qemu.cpu_time()?));
     thread::sleep(SETTLING);
     let mut all = Duration::ZERO;
     for work in guest.works {
         let before = qemu.cpu_time()?;
         qemu.run(work.command)?;
         let used = qemu.cpu_time()? - before;
-        samples.push(Sample::seconds(work.metric, used));
+        add(Sample::seconds(work.metric, used));
         all += used;
     }
-    samples.push(Sample::seconds(WORKS, all));
+    add(Sample::seconds(WORKS, all));
     for metric in guest.again {
         let before = qemu.cpu_time()?;
         qemu.reboot()?;
-        samples.push(Sample::seconds(metric, qemu.cpu_time()? - before));
+        add(Sample::seconds(metric, qemu.cpu_time()? - before));
     }
-    Ok(samples)
+    Ok(())
 }
 
-/// Measures how much processor time the idle guest uses in `time`, and then the guest's reads of `disk`.
-fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], Failure> {
+/// Measures how much processor time the idle guest uses in `time`, and then the guest's reads of `disk`. Calls `add`
+/// with each sample.
+fn devices(
+    qemu: &mut Qemu,
+    time: Duration,
+    disk: &Disk,
+    add: &mut dyn FnMut(Sample),
+) -> Result<(), Failure> {
     let (began, before) = (Instant::now(), qemu.cpu_time()?);
     thread::sleep(time);
     let used = qemu.cpu_time()? - before;
     let share = used.as_secs_f64() / began.elapsed().as_secs_f64();
+    add(Sample::new(IDLE, Unit::Share, share));
     let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
     let speed = disk.bytes as f64 / read.as_secs_f64();
-    Ok([
-        Sample::new(IDLE, Unit::Share, share),
-        Sample::new(READ, Unit::PerSecond, speed),
-    ])
+    add(Sample::new(READ, Unit::PerSecond, speed));
+    Ok(())
 }
 
 /// Returns the comparisons of all guests, in the order in which the guests are measured.
@@ -127,8 +138,10 @@ pub fn compare(report: &Report) -> Vec<Line> {
                 .filter_map(|work| most(work.metric, work.most)),
         );
         lines.extend(most(WORKS, guest.together));
-        lines.extend((guest.again.iter()).filter_map(|metric| most(metric, guest.boot)));
-        lines.extend(line(IDLE).map(|line| line.at_most(0.02)));
+        let first = report.value(NAME, guest.case, Slat::NAME, BOOT);
+        let again = guest.again.iter().filter_map(|metric| line(metric));
+        lines.extend(again.map(|line| line.with_limit(BOOT, first).at_most_of_limit(AGAIN)));
+        lines.extend(line(IDLE).map(|line| line.at_most(0.005)));
         lines.extend(line(READ).map(|line| line.at_least(200e6)));
     }
     lines
