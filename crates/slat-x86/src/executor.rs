@@ -54,7 +54,7 @@ impl DerefMut for Executor {
 unsafe impl Send for Executor {}
 
 impl Executor {
-    /// Makes a CPU in its state after RESET, with all memory that running needs: half a MiB, most of which the host
+    /// Makes a CPU in its state after RESET, with all memory that running needs: about one MiB, most of which the host
     /// provides at first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions

@@ -49,10 +49,7 @@ impl Executor {
                 return Ok(found);
             }
         }
-        let eager = self.compiles_at_once();
-        let seen = self.blocks.note(key.lin) || eager;
-        if seen
-            && known.is_none()
+        if known.is_none()
             && let Some(kept) = self.blocks.kept(&key)
         {
             // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.
@@ -61,6 +58,8 @@ impl Executor {
                 return Ok(kept);
             }
         }
+        let eager = self.compiles_at_once();
+        let seen = self.blocks.note(key.lin) || eager;
         self.make_room();
         let once = self.blocks.once;
         // SAFETY: the block is alive as long as the CPU; nothing else refers to it while no block is running.
