@@ -28,8 +28,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that
     /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
     ///   or shared, and is not writable if the slot is read-only;
-    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked, and no page of
-    ///   a slot that logs by buffers is dirty without being marked or in a buffer;
+    /// * no page of a slot that logs to a bitmap by write protection, for the client or for readers, is writable
+    ///   without being marked, and no page of a slot that logs by buffers is dirty without being marked or in a buffer;
     /// * no huge leaf is executable with `nx_huge_pages` on;
     /// * every table counts its leaves correctly;
     /// * the slots by gfn, by backing and by id are the same, and no two overlap;
@@ -130,7 +130,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             (first..first + F::GRANULE.pages(level)).any(|page| !log.is_marked(page))
         };
         match slot.log().map(|log| (log, log.kind())) {
-            Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
+            Some((log, LogKind::Bitmap | LogKind::Rings))
+                if leaf.write && log.has_bitmap() && is_unmarked(log) =>
+            {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
             // If the page is already dirty, the walker does not record it again. For a huge leaf, the walker records

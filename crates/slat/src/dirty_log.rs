@@ -1,5 +1,8 @@
 //! The data of a slot's dirty log. The VM's operations on it, and their order, are in `vm/dirty.rs`.
 
+mod readers;
+mod runs;
+
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -7,7 +10,10 @@ use core::ops::Range;
 use crate::addr::{Gfn, Level};
 use crate::format::{Format, Leaf};
 use crate::heap::OutOfMemory;
-use crate::sync::FairLock;
+use crate::sync::{FairLock, OnceBox};
+
+pub(crate) use readers::{ReaderId, ReaderMarks};
+pub(crate) use runs::next_run;
 
 /// The method by which a slot's log detects writes, and the place where it notes them.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -19,7 +25,8 @@ pub(crate) enum LogKind {
     /// The leaves' dirty bits record the written pages. The walker writes to a buffer which bits it has set. When the
     /// buffer is drained (`vm/drain.rs`), the bitmap notes the pages.
     Buffers,
-    /// Write faults detect the writes, and the rings of the vCPUs note the pages.
+    /// Write faults detect the writes, and the rings of the vCPUs note the pages. A bitmap notes them, too, if the VM
+    /// has readers of its logs.
     Rings,
 }
 
@@ -45,6 +52,8 @@ pub(crate) struct DirtyLog {
     pub(crate) bits: Vec<AtomicU64>,
     /// Whether every page was marked when the log was made.
     pub(crate) initially_set: bool,
+    /// What each reader of the log has not seen yet, if the log has several readers ([`readers`]).
+    readers: OnceBox<ReaderMarks>,
 }
 
 impl DirtyLog {
@@ -55,15 +64,12 @@ impl DirtyLog {
         initially_set: bool,
     ) -> Result<Self, OutOfMemory> {
         let words = pages.div_ceil(64) as usize;
-        let mut bits = Vec::new();
-        bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
-        let word = if initially_set { u64::MAX } else { 0 };
-        bits.resize_with(words, || AtomicU64::new(word));
         Ok(DirtyLog {
             kind,
             turn: FairLock::new(()),
-            bits,
+            bits: bitmap(words, initially_set)?,
             initially_set,
+            readers: OnceBox::new(),
         })
     }
 
@@ -74,7 +80,13 @@ impl DirtyLog {
             turn: FairLock::new(()),
             bits: Vec::new(),
             initially_set: false,
+            readers: OnceBox::new(),
         }
+    }
+
+    /// Whether the log has a bitmap.
+    pub(crate) fn has_bitmap(&self) -> bool {
+        !self.bits.is_empty()
     }
 
     pub(crate) fn kind(&self) -> LogKind {
@@ -111,26 +123,28 @@ impl DirtyLog {
         }
     }
 
-    /// Clears the marks of the pages of `gfns` that are in `slot`, the frames of the log's slot. No other thread uses
-    /// the log.
+    /// Clears the marks of the pages of `gfns` that are in `slot`, the frames of the log's slot, for all readers. No
+    /// other thread uses the log.
     pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
             self.bits[index].fetch_and(!mask, Relaxed);
+            self.readers().for_each(|marks| marks.unmark(index, mask));
         }
     }
 
-    /// Copies the marks of `pages` pages from `log`. The first of these pages has the number `from` in `log` and `to`
-    /// in this log.
+    /// Copies the marks of `pages` pages from `log`, and what each reader of both logs has not seen yet. The first of
+    /// these pages has the number `from` in `log` and `to` in this log. The caller holds the slot writers' lock.
     pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
-        for (index, mask) in words_of(from..from + pages) {
-            let marked = log.bits[index].load(Acquire) & mask;
-            // The number of the word's first bit in this log. It is negative if bits before `from` share the word.
-            let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
-            let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
-            let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];
-            for (word, marks) in (word..).zip(parts).filter(|(_, marks)| *marks != 0) {
-                self.bits[word as usize].fetch_or(marks, Release);
+        copy_bits(&log.bits, &self.bits, from, to, pages);
+        for marks in log.readers() {
+            match self.reader(marks.owner()) {
+                Some(own) => own.copy_from(marks, from, to, pages),
+                // All other readers have ended, so the new log's bitmap is the client's.
+                None if marks.owner() == ReaderId::CLIENT => {
+                    copy_bits(marks.all_pending(), &self.bits, from, to, pages);
+                }
+                None => {}
             }
         }
     }
@@ -138,6 +152,33 @@ impl DirtyLog {
     /// Whether the page `page` of the slot is marked.
     pub(crate) fn is_marked(&self, page: u64) -> bool {
         self.bits[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
+    }
+}
+
+/// Makes a bitmap of `words` words, in which every bit is set if `set`.
+///
+/// # Errors
+/// [`OutOfMemory`].
+fn bitmap(words: usize, set: bool) -> Result<Vec<AtomicU64>, OutOfMemory> {
+    let mut bits = Vec::new();
+    bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
+    let word = if set { u64::MAX } else { 0 };
+    bits.resize_with(words, || AtomicU64::new(word));
+    Ok(bits)
+}
+
+/// Sets the bits in the bitmap `target` that are set in `source`, for `pages` pages. The first of these pages has the
+/// number `from` in `source` and `to` in `target`.
+fn copy_bits(source: &[AtomicU64], target: &[AtomicU64], from: u64, to: u64, pages: u64) {
+    for (index, mask) in words_of(from..from + pages) {
+        let marked = source[index].load(Acquire) & mask;
+        // The number of the word's first bit in `target`. It is negative if bits before `from` share the word.
+        let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
+        let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
+        let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];
+        for (word, marks) in (word..).zip(parts).filter(|(_, marks)| *marks != 0) {
+            target[word as usize].fetch_or(marks, Release);
+        }
     }
 }
 

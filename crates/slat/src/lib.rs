@@ -122,8 +122,8 @@ pub use vcpu::{
     VirtualPage, VirtualStop,
 };
 pub use vm::{
-    ColdMap, ColdRange, Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError,
-    Invalidation, Mapping, MemoryUsage, Promotion, Vm,
+    ColdMap, ColdRange, Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRange, DirtyRing,
+    DirtyRingError, Epoch, Invalidation, LogReader, Mapping, MemoryUsage, Promotion, Vm,
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 

@@ -371,6 +371,38 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     drop((vcpu, vcpus, vm));
 }
 
+/// A reader of the dirty logs changes each slot that does not log yet, and needs bitmaps in each log.
+#[test]
+fn a_reader_of_the_logs_without_heap_memory_is_not_made() {
+    let mut refused = 0;
+    for n in 0.. {
+        let platform = SimPlatform::new(PAGES);
+        let vm = Vm::<_, Ept>::new(Arc::new(Spared(platform.clone())), Config::default()).unwrap();
+        for (slot, flags) in [(0, NONE), (1, LOGGED), (2, NONE)] {
+            let at = u64::from(slot) * 512;
+            let region = region(slot, flags, at, 512, at);
+            vm.set_memory_region(0, &region).unwrap();
+            touch(&vm, at);
+        }
+        let (first, failed) = FailingHeap::failing(n, false, || vm.log_reader());
+        vm.audit().unwrap();
+        let logs = |slot| vm.dirty_log_words(0, slot).is_ok();
+        assert_eq!([0, 1, 2].map(logs), [false, true, false]);
+        refused += u32::from(first.is_err());
+        let mut reader = vm.log_reader().unwrap();
+        [5, 517, 1029].iter().for_each(|gfn| touch(&vm, *gfn));
+        assert_eq!(reader.begin().pages(), 3, "allocation {n}");
+        drop((first, reader));
+        vm.audit().unwrap();
+        drop(vm);
+        platform.check();
+        if !failed {
+            break;
+        }
+    }
+    assert!(refused > 8, "{refused} allocations of a reader");
+}
+
 /// The slot's dirty bits are noted before the move allocates the memory for the slot's new position.
 fn a_move_that_notes_dirty_bits<F: Format>() {
     let platform = SimPlatform::new(PAGES);

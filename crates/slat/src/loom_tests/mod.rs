@@ -20,6 +20,7 @@ mod guest_tables;
 mod locks;
 mod metas;
 mod promote;
+mod readers;
 mod shadow;
 mod slots;
 mod tables;

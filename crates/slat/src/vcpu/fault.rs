@@ -254,6 +254,9 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                 Some(ring) if log.kind() == LogKind::Rings => {
                     let pushed = ring.push(RingSlot::new(space, slot.id), slot.page);
                     vm.platform.trace(pushed);
+                    if log.has_bitmap() {
+                        log.mark(slot.page);
+                    }
                 }
                 _ => log.mark(slot.page),
             }

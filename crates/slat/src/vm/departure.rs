@@ -81,8 +81,8 @@ impl<'s> Part<'s> {
     /// Returns both logs if marks have to be copied from the first to the second.
     fn logs(&self) -> Option<(&'s DirtyLog, &'s DirtyLog)> {
         let (old, new) = (self.old.log()?, self.new.log()?);
-        let has_marks = !self.new.logs_to(Some(old)) && old.kind() != LogKind::Rings;
-        has_marks.then_some((old, new))
+        let have_marks = old.has_bitmap() && new.has_bitmap();
+        (have_marks && !self.new.logs_to(Some(old))).then_some((old, new))
     }
 
     /// Whether the new slot's log is of the kind that walkers' buffers are drained to, and is not the old slot's log.

@@ -55,12 +55,13 @@ use super::departure::LogChange;
 use super::slot_op::SlotOp;
 use super::{DirtyLog, LogKind, Space, Vm};
 use crate::addr::Gfn;
+use crate::dirty_log::ReaderId;
 use crate::format::{Format, all_gfns};
 use crate::heap::OutOfMemory;
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::policy::DirtyLogMethod;
-use crate::slots::SlotsChange;
+use crate::slots::{OwnedSlot, SlotFlags, SlotsChange};
 
 /// The reason why a dirty log was neither returned nor cleared. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -237,7 +238,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 *out = match word.load(Acquire) {
                     0 => 0,
                     dirty if manual => dirty,
-                    _ => word.swap(0, AcqRel),
+                    _ => {
+                        let taken = word.swap(0, AcqRel);
+                        log.hand_on(i, taken, ReaderId::CLIENT);
+                        taken
+                    }
                 } & valid;
                 op.look();
                 if !manual {
@@ -248,6 +253,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             }
             op.protect_words(full);
+            op.add_pending(log, bitmap, pages, manual);
             // Flush even if a page has no leaf: it may still be written by a translation that another thread has zapped
             // and not flushed yet.
             if cleared != 0 {
@@ -290,6 +296,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 let valid = valid_bits(all, i);
                 let clear = clear & valid;
                 let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
+                log.hand_on(i, was, ReaderId::CLIENT);
+                if let Some(client) = log.reader(ReaderId::CLIENT) {
+                    client.forget(i, clear);
+                }
                 op.look();
                 op.protect_word(&mut full, i as u64, was, valid);
                 cleared |= was;
@@ -307,7 +317,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// does not log.
     ///
     /// # Errors
-    /// [`DirtyLogError::Rings`]: the VM logs to its vCPUs' rings, and this call has no vCPU. Nothing was noted.
+    /// [`DirtyLogError::Rings`]: the VM logs to its vCPUs' rings, and this call has no vCPU. The pages were noted for
+    /// the readers of the logs only ([`Vm::log_reader`]).
     pub fn mark_dirty(&self, space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError> {
         // The number of pages that are noted in one reader section.
         const SOME: u64 = 1 << 14;
@@ -316,32 +327,32 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let end = gfns.end.min(all_gfns::<F>().end);
         let mut at = gfns.start;
+        let mut rings = false;
         while at < end {
             let some = at..at.add(SOME).min(end);
-            let mut rings = false;
             let section = self.section();
             let slots = space.slots.current(section.inside());
             slots.in_gfns(&some, |slot| {
                 let Some(log) = slot.log() else {
                     return true;
                 };
-                rings = log.kind() == LogKind::Rings;
-                if !rings {
+                rings |= log.kind() == LogKind::Rings;
+                if log.has_bitmap() {
                     log.mark_gfns(&slot.gfns(), &some, |_| true);
                 }
-                !rings
+                true
             });
-            if rings {
-                return Err(DirtyLogError::Rings);
-            }
             at = some.end;
         }
-        Ok(())
+        match rings {
+            true => Err(DirtyLogError::Rings),
+            false => Ok(()),
+        }
     }
 
-    /// Whether `gfn` is marked in the dirty log of its memslot. Clears and protects nothing. Returns `false` also for a
-    /// frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and [`DirtyLogMethod::Buffer`], a page
-    /// that a vCPU has written is not marked before the next harvest.
+    /// Whether `gfn` is marked in the dirty log of its memslot, as [`Vm::get_dirty_log`] would return it. Clears and
+    /// protects nothing. Returns `false` also for a frame that no such log covers. With [`DirtyLogMethod::DirtyBit`]
+    /// and [`DirtyLogMethod::Buffer`], a page that a vCPU has written is not marked before the next harvest.
     pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
         let Some(space) = self.spaces.get(space) else {
             return false;
@@ -350,21 +361,29 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let Some(slot) = space.slots.current(section.inside()).find(gfn) else {
             return false;
         };
-        let bitmap = slot.log().filter(|log| log.kind() != LogKind::Rings);
-        bitmap.is_some_and(|log| log.is_marked(gfn.0 - slot.gfns().start.0))
+        let is_clients = slot.flags().has(SlotFlags::LOG_DIRTY_PAGES);
+        let log = slot
+            .log()
+            .filter(|log| is_clients && log.kind() != LogKind::Rings);
+        log.is_some_and(|log| log.is_marked_for_client(gfn.0 - slot.base().0))
     }
 
-    /// Makes the dirty log for a slot of `pages` pages whose logging starts.
-    pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
-        if self.log_mode.rings.load(SeqCst) {
-            return Ok(DirtyLog::rings());
+    /// Makes the dirty log for a slot of `pages` pages whose logging starts. `is_clients`: the client will read the
+    /// log. Otherwise only readers of the kind [`super::LogReader`] will.
+    pub(super) fn new_log(&self, pages: u64, is_clients: bool) -> Result<DirtyLog, OutOfMemory> {
+        if is_clients && self.log_mode.rings.load(SeqCst) {
+            return match self.log_mode.readers.load(SeqCst) {
+                true => DirtyLog::bitmap(LogKind::Rings, pages, false),
+                false => Ok(DirtyLog::rings()),
+            };
         }
         let kind = match self.policy.dirty_log() {
             DirtyLogMethod::DirtyBit if F::SETS_DIRTY => LogKind::DirtyBits,
             DirtyLogMethod::Buffer if self.may_use_walker_buffers() => LogKind::Buffers,
             _ => LogKind::Bitmap,
         };
-        DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
+        let initially_set = is_clients && self.log_mode.initially_set.load(SeqCst);
+        DirtyLog::bitmap(kind, pages, initially_set)
     }
 
     /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if
@@ -414,12 +433,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Returns the log of slot `id`, which has a bitmap.
+/// Returns the log of slot `id`, which has a bitmap that the client may read.
 ///
 /// # Errors
 /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
 fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, DirtyLogError> {
-    match change.by_id(id).and_then(|slot| slot.share_log()) {
+    let is_clients = |slot: &&OwnedSlot| slot.flags().has(SlotFlags::LOG_DIRTY_PAGES);
+    let slot = change.by_id(id).filter(is_clients);
+    match slot.and_then(|slot| slot.share_log()) {
         None => Err(DirtyLogError::NotLogged(id)),
         Some(log) if log.kind() == LogKind::Rings => Err(DirtyLogError::Rings),
         Some(log) => Ok(log),
@@ -427,10 +448,25 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
+    /// Adds to `bitmap`, which contains the marks of `log` in `pages` pages, those that other readers have harvested
+    /// for the client: their pages are protected already. Unless `kept`, they are not pending any more.
+    fn add_pending(&mut self, log: &DirtyLog, bitmap: &mut [u64], pages: u64, kept: bool) {
+        let Some(client) = log.reader(ReaderId::CLIENT) else {
+            return;
+        };
+        for (i, out) in bitmap.iter_mut().take(log.bits.len()).enumerate() {
+            *out |= client.pending(i) & valid_bits(pages, i);
+            if !kept {
+                client.forget(i, u64::MAX);
+            }
+            self.look();
+        }
+    }
+
     /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`.
     /// `valid` has the bits of all pages of the word. Collects adjacent words whose valid bits are all set in `full`,
     /// so that one walk serves them; at the end the caller calls [`Self::protect_words`] with `full`.
-    fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
+    pub(super) fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
         if mask == 0 {
             return;
         }
@@ -447,12 +483,12 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
     }
 
     /// Makes the log note the next write to all pages of the words in the range `words`.
-    fn protect_words(&mut self, words: Range<u64>) {
+    pub(super) fn protect_words(&mut self, words: Range<u64>) {
         self.protect_all(words.start * 64..words.end * 64);
     }
 
     /// Moves the dirty bits of the leaves of all `pages` to the bitmap of `log`, and flushes.
-    fn harvest_dirty_bits(&mut self, log: &DirtyLog, pages: u64) {
+    pub(super) fn harvest_dirty_bits(&mut self, log: &DirtyLog, pages: u64) {
         let mut found = 0;
         self.walk(0..pages, |step, slot, walk| {
             let note = |gfn, level| {
@@ -467,7 +503,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
 }
 
 /// Returns a mask of the bits of word `index` that represent pages, in the bitmap of a slot of `pages` pages.
-fn valid_bits(pages: u64, index: usize) -> u64 {
+pub(super) fn valid_bits(pages: u64, index: usize) -> u64 {
     match pages - index as u64 * 64 {
         left @ ..64 => (1 << left) - 1,
         _ => u64::MAX,

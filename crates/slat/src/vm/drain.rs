@@ -127,7 +127,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// changes: the entries in the buffers are of the old slots, and would mark pages that were not written in the new
     /// slot.
     pub(super) fn drain_before(&self, region: &Region) {
-        let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
+        let logs =
+            region.flags.has(SlotFlags::LOG_DIRTY_PAGES) || self.log_mode.readers.load(SeqCst);
         let by_buffers = self.policy.dirty_log() == DirtyLogMethod::Buffer;
         if logs && (by_buffers || self.has_walker_buffers()) {
             self.drain_walkers();

@@ -1,11 +1,11 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! Each mechanism has a file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and
-//! [`ring`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`].
-//! [`leaf`] decides which leaf a page gets, and [`mapping`] looks up which leaf a page has. [`usage`] reports the
-//! memory used. [`range_op`] has the common parts of range operations, and [`slot_op`] those of long operations on one
-//! slot. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
+//! Each mechanism has a file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`],
+//! [`ring`] and [`log_reader`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`]
+//! and [`cold`]. [`leaf`] decides which leaf a page gets, and [`mapping`] looks up which leaf a page has. [`usage`]
+//! reports the memory used. [`range_op`] has the common parts of range operations, and [`slot_op`] those of long
+//! operations on one slot. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
 //! 1. The list of dirty rings: held during a whole reset.
@@ -14,12 +14,13 @@
 //!    flush), or during one step of an operation on a slot ([`slot_op`]). A conversion takes these locks of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section, so its
 //!    holder may wait for a flush.
-//! 4. One of: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's lock, the lock
+//! 4. The list of the logs' readers: held while a slot change makes logs for them, which allocates.
+//! 5. One of: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's lock, the lock
 //!    of a walker's buffer. Held for a few instructions or one table. The holder waits for nothing, not even for
 //!    another lock of this list ([`crate::table`], [`crate::sync::spin`]). But a thread that holds the lock of shadow
 //!    pages may take the lock of a table of the tree beside them.
 //!
-//! The first three are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a
+//! The first four are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a
 //! slot change that starts dirty logging holds lock 3 when it takes the lock `turn` of the new log, which no other
 //! thread can find yet.
 //!
@@ -37,6 +38,7 @@ mod fork;
 mod inspect;
 mod invalidate;
 mod leaf;
+mod log_reader;
 mod mapping;
 mod mmu_pages;
 mod nx;
@@ -55,6 +57,7 @@ pub use dirty::DirtyLogError;
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use leaf::{is_executable, leaf_of};
+pub use log_reader::{DirtyRange, Epoch, LogReader};
 pub use mapping::Mapping;
 pub use promote::Promotion;
 pub(crate) use range_op::RangeOp;
@@ -259,6 +262,8 @@ pub struct Vm<P: Platform, F: Format> {
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
+    /// The readers of the logs besides the client.
+    log_readers: FairLock<log_reader::ReaderList>,
     /// The position at which the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// Whether MMIO entries of the format work on this machine.
@@ -276,6 +281,9 @@ struct LogMode {
     initially_set: AtomicBool,
     /// Whether new logs write to rings and have no bitmap ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
+    /// Whether there are readers of the logs besides the client ([`Vm::log_reader`]). Then all logs have a bitmap, and
+    /// slots log without the client's flag, too.
+    readers: AtomicBool,
     /// Whether a log of the kind [`LogKind::Buffers`] has ever existed. If so, software CPUs fill their buffers.
     buffers: AtomicBool,
 }
@@ -373,6 +381,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             nested: config.nested,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
+            log_readers: FairLock::new(log_reader::ReaderList::new()),
             nx_cursor: AtomicU64::new(0),
             mmio_entries: F::MMIO_GENERATION_BITS > 0
                 && config.physical_bits <= F::MMIO_PHYSICAL_BITS,

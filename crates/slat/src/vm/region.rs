@@ -32,13 +32,15 @@
 use alloc::vec::Vec;
 
 use super::departure::{Departure, LogWork};
-use super::{DirtyLog, RangeOp, Space, Vm};
+use super::{DirtyLog, LogKind, RangeOp, Space, Vm};
+use crate::dirty_log::ReaderId;
 use crate::format::{Format, all_gfns};
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::slots::{
     Batch, Change, Edit, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, check, plan,
 };
+use crate::sync::atomic::Ordering::*;
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -169,7 +171,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// # Errors
     /// [`RegionError::OutOfMemory`]; nothing was changed.
-    fn commit(
+    pub(super) fn commit(
         &self,
         space: &Space<P, F>,
         mut change: SlotsChange<'_>,
@@ -237,19 +239,33 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Makes the slot that `region` describes. A slot that had a log and still logs keeps it, as in KVM, where a moved
     /// slot keeps its bitmap: pages marked in it are still to be reported.
-    fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
-        if !region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
+    pub(super) fn slot(
+        &self,
+        region: &Region,
+        change: &SlotsChange<'_>,
+    ) -> Result<OwnedSlot, RegionError> {
+        let is_clients = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
+        let has_readers = self.log_mode.readers.load(SeqCst);
+        let is_logged = is_clients || has_readers && region.private.is_none();
+        if !is_logged {
             return Ok(OwnedSlot::new(region, F::GRANULE, None));
         }
         let old = change
             .by_id(region.slot)
             .filter(|old| old.has_pages_of(region));
-        if let Some(log) = old.and_then(|old| old.share_log()) {
+        let moves = old.is_none_or(|old| old.base() != F::GRANULE.gfn(region.gpa));
+        if let Some(log) = old.and_then(|old| self.kept_log(old, is_clients)) {
+            if has_readers {
+                self.keep_for_readers(&log, moves)?;
+            }
             return Ok(OwnedSlot::new(region, F::GRANULE, Some(log)));
         }
-        let log = Shared::try_new(self.new_log(region.pages(F::GRANULE))?)?;
+        let log = Shared::try_new(self.new_log(region.pages(F::GRANULE), is_clients)?)?;
+        if has_readers {
+            self.keep_for_readers(&log, moves)?;
+        }
         let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
-        if log.initially_set {
+        if log.initially_set || has_readers {
             // Pages that the log of an existing slot covers are unmarked here: their marks are copied from that log.
             change.set().in_gfns(&slot.gfns(), |old| {
                 if old.log().is_some() && old.backs_alike(&slot) {
@@ -259,6 +275,43 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
         }
         Ok(slot)
+    }
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Returns the log of `old` if the slot that replaces it, with the same pages, keeps it. `is_clients`: the client
+    /// will read the log. If it did not before, what it will read begins with this call.
+    fn kept_log(&self, old: &OwnedSlot, is_clients: bool) -> Option<Shared<DirtyLog>> {
+        let log = old.share_log()?;
+        let was_clients = old.flags().has(SlotFlags::LOG_DIRTY_PAGES);
+        let has_rings = log.kind() == LogKind::Rings;
+        let serves_client = match (was_clients, is_clients) {
+            (true, true) => true,
+            (false, true) => has_rings == self.log_mode.rings.load(SeqCst),
+            (_, false) => !has_rings,
+        };
+        if !serves_client || self.log_mode.readers.load(SeqCst) && !log.has_bitmap() {
+            return None;
+        }
+        if let (false, true, Some(client)) = (was_clients, is_clients, log.reader(ReaderId::CLIENT))
+        {
+            client.fill_pending(self.log_mode.initially_set.load(SeqCst));
+        }
+        Some(log)
+    }
+
+    /// Makes `log` keep marks for all readers ([`super::log_reader`]). If the slot `moves`, or is new, all its pages
+    /// are pending for them.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    fn keep_for_readers(&self, log: &DirtyLog, moves: bool) -> Result<(), OutOfMemory> {
+        let list = self.log_readers.lock(self.turn_wait());
+        (list.ids.iter()).try_for_each(|id| log.add_reader(*id, false))?;
+        if moves {
+            log.mark_for_readers();
+        }
+        Ok(())
     }
 }
 
