@@ -49,6 +49,7 @@ fn format<F: Format>(format: &'static str, measure: Measure<'_>) {
     let mut counter = Counter { format, measure };
     life::<F>(&mut counter);
     log::<F>(&mut counter);
+    readers::<F>(&mut counter);
     faults::<F>(&mut counter);
     huge::<F>(&mut counter);
 }
@@ -159,6 +160,32 @@ fn log<F: Format>(counter: &mut Counter<'_>) {
     counter.count("clear", WRITTEN, || {
         (vm.clear_dirty_log(0, SLOT, 0, PAGES, &bitmap)).expect("it logs");
     });
+}
+
+/// Counts operations of readers of the dirty log: with one reader besides the client, and with four.
+fn readers<F: Format>(counter: &mut Counter<'_>) {
+    const WRITTEN: u64 = PAGES / 4;
+    let names = [
+        (1, ["reader-write", "reader-harvest", "reader-ranges"]),
+        (
+            4,
+            ["readers-4-write", "readers-4-harvest", "readers-4-ranges"],
+        ),
+    ];
+    for (readers, [write, harvest, ranges]) in names {
+        let (vm, mut vcpu) = world::<F>(Level::PAGE);
+        prefault(&mut vcpu);
+        let readers = (0..readers).map(|_| vm.log_reader().expect("memory for a reader"));
+        let mut readers: Vec<_> = readers.collect();
+        translate(&mut vcpu.enter(0), WRITTEN, Access::Write);
+        readers[0].begin().commit();
+        counter.count(write, WRITTEN, || {
+            translate(&mut vcpu.enter(0), WRITTEN, Access::Write);
+        });
+        counter.count(harvest, WRITTEN, || readers[0].begin().commit());
+        let epoch = readers[0].begin();
+        counter.count(ranges, PAGES, || assert_eq!(epoch.pages(), 0));
+    }
 }
 
 /// Counts faults of one page each.
