@@ -279,6 +279,42 @@ impl Cpu {
             }
     }
 
+    /// Reads the gate of a vector, and checks that the event may use it. The IDT has gates of `bytes` bytes, and `kinds`
+    /// are the valid ones. Returns the gate, and its second word if it has 16 bytes; otherwise 0.
+    ///
+    /// # Errors
+    /// #GP and #NP, with the vector in the error code.
+    fn gate(
+        &mut self,
+        vector: u8,
+        source: Source,
+        bytes: u64,
+        kinds: &[u8],
+    ) -> Result<(Descriptor, u64), Break> {
+        let error = Some(u32::from(vector) << 3 | 2 | source.external(self.is_intel()));
+        let offset = u64::from(vector) * bytes;
+        if offset + bytes - 1 > u64::from(self.state.idtr.limit) {
+            return Err(self.raise(vector::GP, error));
+        }
+        let at = self.state.idtr.base.wrapping_add(offset);
+        let (low, high) = self.as_system(|cpu| {
+            let low = cpu.load::<u64>(at)?;
+            let high = match bytes {
+                16 => cpu.load::<u64>(at + 8)?,
+                _ => 0,
+            };
+            Ok((low, high))
+        })?;
+        let gate = Descriptor(low);
+        if !kinds.contains(&gate.kind()) || source.is_software() && gate.dpl() < self.cpl {
+            return Err(self.raise(vector::GP, error));
+        }
+        if !gate.present() {
+            return Err(self.raise(vector::NP, error));
+        }
+        Ok((gate, high))
+    }
+
     fn deliver_long(
         &mut self,
         vector: u8,
@@ -287,26 +323,9 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         let external = source.external(self.is_intel());
-        let gate_error = Some(u32::from(vector) << 3 | 2 | external);
-        let offset = u64::from(vector) * 16;
-        if offset + 15 > u64::from(self.state.idtr.limit) {
-            return Err(self.raise(vector::GP, gate_error));
-        }
-        let at = self.state.idtr.base.wrapping_add(offset);
-        let (low, high) =
-            self.as_system(|cpu| Ok((cpu.load::<u64>(at)?, cpu.load::<u64>(at + 8)?)))?;
-        let gate = Descriptor(low);
-        let is_interrupt = match gate.kind() {
-            0x0e => true,
-            0x0f => false,
-            _ => return Err(self.raise(vector::GP, gate_error)),
-        };
-        if source.is_software() && gate.dpl() < self.cpl {
-            return Err(self.raise(vector::GP, gate_error));
-        }
-        if !gate.present() {
-            return Err(self.raise(vector::NP, gate_error));
-        }
+        let (gate, high) = self.gate(vector, source, 16, &[0xe, 0xf])?;
+        let is_interrupt = gate.kind() == 0xe;
+        let low = gate.0;
         let target = low & 0xffff | (low >> 48) << 16 | high << 32;
         let selector = gate.gate_selector();
         if selector & !3 == 0 {
@@ -418,24 +437,8 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         let external = source.external(self.is_intel());
-        let gate_error = Some(u32::from(vector) << 3 | 2 | external);
-        let offset = u64::from(vector) * 8;
-        if offset + 7 > u64::from(self.state.idtr.limit) {
-            return Err(self.raise(vector::GP, gate_error));
-        }
-        let at = self.state.idtr.base.wrapping_add(offset);
-        let low = self.as_system(|cpu| cpu.load::<u64>(at))?;
-        let gate = Descriptor(low);
-        if !matches!(gate.kind(), 5 | 6 | 7 | 0xe | 0xf) {
-            return Err(self.raise(vector::GP, gate_error));
-        }
+        let (gate, _) = self.gate(vector, source, 8, &[5, 6, 7, 0xe, 0xf])?;
         let (wide, is_interrupt) = (gate.kind() & 8 != 0, gate.kind() & 1 == 0);
-        if source.is_software() && gate.dpl() < self.cpl {
-            return Err(self.raise(vector::GP, gate_error));
-        }
-        if !gate.present() {
-            return Err(self.raise(vector::NP, gate_error));
-        }
         if gate.kind() == 5 {
             let flags = self.pushed_flags(source);
             let initiator = Initiator::Event { source, error };
@@ -443,7 +446,7 @@ impl Cpu {
         }
         let from_8086 = self.virtual_8086();
         let selector = gate.gate_selector();
-        let target = low & 0xffff | if wide { (low >> 48) << 16 } else { 0 };
+        let target = gate.0 & 0xffff | if wide { (gate.0 >> 48) << 16 } else { 0 };
         let selector_error = Some(u32::from(selector & !3) | external);
         let code = match self.try_descriptor(selector)? {
             Some(code) if selector & !3 != 0 && code.is_code() && code.dpl() <= self.cpl => code,
