@@ -289,8 +289,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// [`WRITE`](Self::WRITE). An entry without it is *write-protected*: nothing below it can be written, whatever the
     /// leaves allow. 0 for walkers that obey only the leaf.
     const TABLE_WRITE: u64 = 0;
-    /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`]
-    /// only if a walker that caches an entry caches the rights of the entry's whole path with it.
+    /// The highest level at which an entry may be write-protected while entries below it are not. A level above
+    /// [`Level::MEGA`] is valid only if a walker that caches an entry also caches the rights of the entry's whole path.
     const PROTECT_FROM: Level = Level::MEGA;
     /// The bits of an entry that contain a frame, encoded by [`put_frame`](Self::put_frame).
     const FRAME: u64;

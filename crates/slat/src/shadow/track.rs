@@ -180,7 +180,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let frame = gfn..gfn.add(1);
             match guest.flush.get() {
                 0 => {}
-                // This page is compared before an entry refers to it, and again after a flush of the guest.
+                // The shadow page is compared with the guest's table before an entry refers to the page, and again
+                // after a flush of the guest.
                 _ if guest.agreement.get() != Agreement::Synced => {}
                 due if path.flushed.covers(&frame, due) => guest.flush.set(0),
                 _ => unflushed = true,

@@ -56,8 +56,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         self.meta().begin(0);
     }
 
-    /// Fills the table with the meaning of the entry `bits` of `level`, the next higher level: with the pieces of a
-    /// leaf, or with nothing.
+    /// Fills the table so that it means the same as the entry `bits` of the next higher `level`: with the pieces of a
+    /// leaf, or with empty entries.
     pub(super) fn fill_below(&mut self, level: Level, bits: u64) {
         match F::decode(bits, level) {
             Entry::Leaf(huge) | Entry::Broken(huge) => {
