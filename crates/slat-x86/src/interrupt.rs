@@ -279,8 +279,8 @@ impl Cpu {
             }
     }
 
-    /// Reads the gate of a vector, and checks that the event may use it. The IDT has gates of `bytes` bytes, and `kinds`
-    /// are the valid ones. Returns the gate, and its second word if it has 16 bytes; otherwise 0.
+    /// Reads the gate of a vector, and checks that the event may use it. The IDT has gates of `bytes` bytes, and
+    /// `kinds` are the valid ones. Returns the gate, and its second word if it has 16 bytes; otherwise 0.
     ///
     /// # Errors
     /// #GP and #NP, with the vector in the error code.
