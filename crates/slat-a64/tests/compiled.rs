@@ -19,6 +19,7 @@ const SCTLR: SystemName = SystemName::new(3, 0, 1, 0, 0);
 const TTBR0: SystemName = SystemName::new(3, 0, 2, 0, 0);
 const TCR: SystemName = SystemName::new(3, 0, 2, 0, 2);
 const MAIR: SystemName = SystemName::new(3, 0, 10, 2, 0);
+const CPACR: SystemName = SystemName::new(3, 0, 1, 0, 2);
 
 /// The addresses of the code, the data and the tables. Each virtual address is mapped to the same physical address.
 const CODE: u64 = 0x1000;
@@ -86,6 +87,34 @@ fn a_loop_has_as_many_turns_as_instructions_permit() {
     assert_eq!(cpu.state.x[2], 500_000_500_000);
     assert!(cpu.state.flags == [false, true, true, false]);
     assert!(cpu.compiled_instructions() > 2_999_000);
+}
+
+#[test]
+fn inexact_results_are_noted_where_they_are_computed() {
+    const IXC: u32 = 1 << 4;
+    // CBZ X2, on; SCVTF D0, X3; on: SUBS X1, X1, #1; B.NE; HVC.
+    let mut conversions = memory(&[0xb400_0042, 0x9e62_0060, 0xf100_0421, 0x54ff_ffa1, HVC]);
+    for (converts, flags) in [(0, 0), (1, IXC)] {
+        let mut cpu = cpu();
+        assert!(cpu.set_system(CPACR, 3 << 20));
+        cpu.state.x[1] = 1000;
+        cpu.state.x[2] = converts;
+        cpu.state.x[3] = (1 << 53) + 1;
+        assert_eq!(cpu.run(&mut conversions, u64::MAX), Leave::Hvc(0));
+        assert_eq!(cpu.state.fpsr, flags);
+        assert!(cpu.compiled_instructions() > 2000);
+    }
+    // FDIV D0, D1, D2; MRS X4, FPSR; FDIV D0, D1, D3; MRS X5, FPSR; HVC.
+    let words = [0x1e62_1820, 0xd53b_4424, 0x1e63_1820, 0xd53b_4425, HVC];
+    let mut quotients = memory(&words);
+    let mut cpu = cpu();
+    assert!(cpu.set_system(CPACR, 3 << 20));
+    for (v, number) in [(1, 1.0f64), (2, 4.0), (3, 3.0)] {
+        cpu.state.v[v] = number.to_bits().into();
+    }
+    assert_eq!(cpu.run(&mut quotients, u64::MAX), Leave::Hvc(0));
+    assert_eq!(cpu.state.x[4..6], [0, IXC.into()]);
+    assert_eq!(cpu.state.v[0], (1.0f64 / 3.0).to_bits().into());
 }
 
 #[test]

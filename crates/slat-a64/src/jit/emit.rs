@@ -145,7 +145,8 @@ impl Tier for Translator<'_> {
         a.opposite(&mut self.v)
     }
     fn widened(&mut self, a: Truth) -> Value {
-        a.widened(&mut self.v)
+        let value = a.value(&mut self.v);
+        self.v.b.ins().uextend(I64, value)
     }
     fn select(&mut self, which: Truth, a: Value, b: Value) -> Value {
         let which = which.condition(&mut self.v);

@@ -6,29 +6,23 @@ use crate::tlb::Entry;
 use slat_jit::floats;
 use std::ptr;
 
-/// The number of the bit of [`SavedFlags::rest`] that says that N is set although Z is, too.
-pub(super) const ALSO_N: u32 = 2;
-
 /// The flags in the form that compiled code has them in.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct SavedFlags {
-    /// Zero if Z is set, negative if N is set.
-    pub(super) result: i64,
-    /// C, V, and [`ALSO_N`].
-    pub(super) rest: u64,
+    /// Negative if N is set.
+    pub(super) n: i64,
+    /// Zero if Z is set.
+    pub(super) z: u64,
+    /// Negative if V is set.
+    pub(super) v: i64,
+    pub(super) c: bool,
 }
 
 impl SavedFlags {
     /// Returns N, Z, C, V.
     pub(super) fn nzcv(self) -> [bool; 4] {
-        let rest = |n: u32| self.rest >> n & 1 != 0;
-        [
-            self.result < 0 || rest(ALSO_N),
-            self.result == 0,
-            rest(0),
-            rest(1),
-        ]
+        [self.n < 0, self.z == 0, self.c, self.v < 0]
     }
 }
 

@@ -13,7 +13,7 @@ use super::values::Values;
 use crate::meaning::execute;
 use crate::tier::Next;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{AbiParam, InstBuilder, MemFlags, Signature, SourceLoc, Value};
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::FunctionBuilder;
@@ -62,7 +62,7 @@ impl<'a> Translator<'a> {
         b.switch_to_block(entry);
         b.seal_block(entry);
         let registers = (0..FLAGS).map(|_| b.declare_var(I64)).collect();
-        let flags = [(); 2].map(|()| b.declare_var(I64));
+        let flags = [I64, I64, I8, I64].map(|ty| b.declare_var(ty));
         let budget = b.declare_var(I64);
         let heads: BTreeMap<_, _> = (plan.blocks.keys())
             .map(|start| (*start, b.create_block()))

@@ -3,11 +3,11 @@
 //! The registers that a region uses are variables, which are read from the state at its beginning.
 //! [`Plan`](super::plan::Plan) says where they are written back.
 //!
-//! The flags are two variables ([`SavedFlags`]): a result, which says N and Z, and the rest. So a loop that sets flags
-//! and does not use them computes hardly anything for them. A checkpoint saves both as they are, and computes nothing.
+//! The flags are four variables, in the form of [`SavedFlags`]. So a loop that sets flags and does not use them
+//! computes hardly anything for them. A checkpoint saves the variables as they are, and computes nothing.
 
 use super::context::Context;
-use super::frame::{ALSO_N, Frame, SavedFlags};
+use super::frame::{Frame, SavedFlags};
 use super::helpers::helper;
 use super::truth::Truth;
 use super::uses::{FLAGS, SP};
@@ -57,7 +57,7 @@ pub(super) struct Translator<'a> {
     pub(super) context: Context,
     /// The variables of registers by number, and those of the flags.
     pub(super) registers: Vec<Variable>,
-    pub(super) flags: [Variable; 2],
+    pub(super) flags: [Variable; 4],
     pub(super) budget: Variable,
     /// The address of the state, and of the TLB.
     pub(super) state: Value,
@@ -106,21 +106,13 @@ impl Translator<'_> {
     }
 
     /// Returns flags in the form that variables have.
-    fn flag_values(&mut self, [n, z, c, v]: [Truth; 4]) -> [Value; 2] {
-        let [c, overflow] = [c, v].map(|flag| flag.widened(&mut self.v));
-        let overflow = self.v.b.ins().ishl_imm(overflow, 1);
-        let rest = self.v.b.ins().bor(c, overflow);
-        if let Some(result) = n.with_zero(z, &mut self.v) {
-            return [result, rest];
-        }
-        let [n, z] = [n, z].map(|flag| flag.widened(&mut self.v));
-        let sign = self.v.b.ins().ishl_imm(n, 63);
-        let other = self.v.b.ins().bor_imm(sign, 1);
-        let zero = self.v.constant(0);
-        let result = self.v.b.ins().select(z, zero, other);
-        let both = self.v.b.ins().band(n, z);
-        let both = self.v.b.ins().ishl_imm(both, i64::from(ALSO_N));
-        [result, self.v.b.ins().bor(rest, both)]
+    fn flag_values(&mut self, [n, z, c, v]: [Truth; 4]) -> [Value; 4] {
+        [
+            n.negative(&mut self.v),
+            z.zero(&mut self.v),
+            c.value(&mut self.v),
+            v.negative(&mut self.v),
+        ]
     }
 
     fn define_flags(&mut self, flags: [Truth; 4]) {
@@ -134,19 +126,14 @@ impl Translator<'_> {
         if let Some(flags) = self.now.flags {
             return flags;
         }
-        let [result, rest] = self.flags.map(|variable| self.v.b.use_var(variable));
-        let also = (self.v.b.ins()).ishl_imm(rest, 63 - i64::from(ALSO_N));
-        let sign = self.v.b.ins().bor(result, also);
-        let bit = |value, n| Truth::Bit {
+        let [n, z, c, v] = self.flags.map(|variable| self.v.b.use_var(variable));
+        let negative = |value| Truth::Bit {
             value,
-            n,
+            n: 63,
             set: true,
         };
-        let zero = Truth::Zero {
-            value: result,
-            is: true,
-        };
-        [bit(sign, 63), zero, bit(rest, 0), bit(rest, 1)]
+        let zero = Truth::Zero { value: z, is: true };
+        [negative(n), zero, Truth::Is(c), negative(v)]
     }
 
     pub(super) fn register(&mut self, r: u32) -> Value {
@@ -217,11 +204,16 @@ impl Translator<'_> {
             return;
         }
         let flags = self.current_flags();
-        let [result, rest] = self.flag_values(flags);
+        let values = self.flag_values(flags);
+        let fields = [
+            offset_of!(SavedFlags, n),
+            offset_of!(SavedFlags, z),
+            offset_of!(SavedFlags, c),
+            offset_of!(SavedFlags, v),
+        ];
         let frame = self.v.frame();
-        let at = [offset_of!(SavedFlags, result), offset_of!(SavedFlags, rest)];
-        for (value, at) in [result, rest].into_iter().zip(at) {
-            let at = (offset_of!(Frame, flags) + at) as i32;
+        for (value, field) in values.into_iter().zip(fields) {
+            let at = (offset_of!(Frame, flags) + field) as i32;
             (self.v.b.ins()).store(MemFlags::trusted(), value, frame, at);
         }
     }

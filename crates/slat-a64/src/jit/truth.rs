@@ -88,53 +88,33 @@ impl Truth {
         }
     }
 
-    /// Returns 0 or 1, in 64 bits.
-    pub(super) fn widened(self, v: &mut Values<'_>) -> Value {
+    /// Returns 64 bits that are negative if this is true.
+    pub(super) fn negative(self, v: &mut Values<'_>) -> Value {
         match self {
-            Truth::Constant(is) => v.constant(i64::from(is)),
-            Truth::Bit {
-                value,
-                n: 63,
-                set: true,
-            } => v.b.ins().ushr_imm(value, 63),
             Truth::Bit {
                 value,
                 n,
                 set: true,
-            } => {
-                let shifted = match n {
-                    0 => value,
-                    n => v.b.ins().ushr_imm(value, i64::from(n)),
-                };
-                v.b.ins().band_imm(shifted, 1)
-            }
+            } => match 63 - n {
+                0 => value,
+                by => v.b.ins().ishl_imm(value, i64::from(by)),
+            },
             other => {
                 let is = other.value(v);
-                v.b.ins().uextend(I64, is)
+                let is = v.b.ins().uextend(I64, is);
+                v.b.ins().ineg(is)
             }
         }
     }
 
-    /// If this is the sign of a number, and `zero` whether the number is zero, returns the number, or its lower half in
-    /// the upper half of a value.
-    pub(super) fn with_zero(self, zero: Self, v: &mut Values<'_>) -> Option<Value> {
-        match (self, zero) {
-            (
-                Truth::Bit {
-                    value,
-                    n,
-                    set: true,
-                },
-                Truth::Zero {
-                    value: same,
-                    is: true,
-                },
-            ) if value == same => match n {
-                63 => Some(value),
-                31 if v.is_half(value) => Some(v.b.ins().ishl_imm(value, 32)),
-                _ => None,
-            },
-            _ => None,
+    /// Returns 64 bits that are zero if this is true.
+    pub(super) fn zero(self, v: &mut Values<'_>) -> Value {
+        match self {
+            Truth::Zero { value, is: true } => value,
+            other => {
+                let not = other.opposite(v).value(v);
+                v.b.ins().uextend(I64, not)
+            }
         }
     }
 
