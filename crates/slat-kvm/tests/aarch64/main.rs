@@ -6,6 +6,7 @@ mod debug;
 mod firmware;
 mod gic;
 mod guests;
+mod hostile;
 mod identification;
 mod memory;
 mod vm;

@@ -34,6 +34,15 @@ impl Memory {
         unsafe { self.start.add(at).copy_from(bytes.as_ptr(), bytes.len()) };
     }
 
+    /// Returns a copy of `len` bytes. No guest runs meanwhile.
+    pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
+        assert!(at + len <= self.len);
+        let mut bytes = vec![0; len];
+        // SAFETY: the bytes are in the mapping, and nothing writes to them.
+        unsafe { self.start.add(at).copy_to(bytes.as_mut_ptr(), len) };
+        bytes
+    }
+
     /// Returns the word at `at`, which the guest may change at any time.
     pub fn word(&self, at: usize) -> &AtomicU32 {
         assert!(at.is_multiple_of(4) && at + 4 <= self.len);

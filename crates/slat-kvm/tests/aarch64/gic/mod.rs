@@ -22,9 +22,9 @@ const ITS: u64 = 0x0808_0000;
 
 const TRANSLATER: u64 = ITS + 0x1_0040;
 
-const V2: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2;
+pub const V2: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2;
 
-const V3: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3;
+pub const V3: u32 = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3;
 
 // Both guests enable interrupts and wait. Their handlers write each acknowledged INTID to the device at X21, and then
 // end the interrupt. X19: the distributor. X20: the CPU interface, or the redistributor. X22: an SGI to generate, or 0.
@@ -201,7 +201,7 @@ fn get_attribute(device: &DeviceFd, group: u32, attr: u64) -> Result<u64, i32> {
     Ok(value)
 }
 
-fn create(vm: &VmFd, type_: u32) -> Result<DeviceFd, i32> {
+pub fn create(vm: &VmFd, type_: u32) -> Result<DeviceFd, i32> {
     let mut device = kvm_create_device {
         type_,
         ..Default::default()
@@ -210,7 +210,7 @@ fn create(vm: &VmFd, type_: u32) -> Result<DeviceFd, i32> {
 }
 
 /// Sets the addresses of a GIC, and initialises it.
-fn place(model: u32, device: &DeviceFd) {
+pub fn place(model: u32, device: &DeviceFd) {
     let addresses = match model {
         V2 => [KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V2_ADDR_TYPE_CPU],
         _ => [KVM_VGIC_V3_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_REDIST],
