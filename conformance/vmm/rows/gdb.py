@@ -52,10 +52,14 @@ class Gdb:
         self._socket.sendall(b"+")
         return content.decode()
 
-    def _call(self, text):
+    def _ask(self, text):
         self._send(text)
         while re.match(r"[ST]\d\d", answer := self._receive()):
             pass
+        return answer
+
+    def _call(self, text):
+        answer = self._ask(text)
         if re.fullmatch(r"E[0-9a-f]{2}|", answer):
             raise Failure(f"{self.name}: {text}: {answer or 'not known'}")
         return answer
@@ -67,6 +71,10 @@ class Gdb:
     def memory(self, address, length):
         """Returns memory at a virtual address of the stopped CPU."""
         return bytes.fromhex(self._call(f"m{address:x},{length:x}"))
+
+    def reads(self, address):
+        """Whether the stub reads memory at this virtual address now."""
+        return not self._ask(f"m{address:x},1").startswith("E")
 
     def word(self, address):
         """Returns 8 bytes of memory as a number."""

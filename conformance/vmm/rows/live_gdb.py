@@ -14,11 +14,8 @@ import time
 
 from rows.console import Failure, Skip
 from rows.content import equal
-from rows.debug import FILE, PROCESSORS, VARIABLE, symbols
+from rows.debug import FILE, PROCESSORS, locate, symbol
 from rows.qemu import Qemu, linux
-
-# Where Linux maps its own image, without KASLR, from physical address 0 on.
-IMAGE = 0xFFFFFFFF80000000
 
 
 class Session:
@@ -73,10 +70,10 @@ def run(setting, machine):
         raise Skip("needs gdb")
     guest = Qemu(setting, machine, payload=linux(setting, more="nokaslr"))
     guest.boot()
-    call, variable = symbols(guest, PROCESSORS[setting.architecture].system_call, VARIABLE)
+    call = symbol(guest, PROCESSORS[setting.architecture].system_call)
+    variable, physical = locate(setting, guest)
 
     session = Session(setting, guest)
-    physical = variable - IMAGE
     session.begin("info threads", f"x/wx {variable:#x}", "monitor phys on", f"x/wx {physical:#x}", "monitor info", "detach")
     said = session.end()
     _expect(said, r"vCPU 0", r"vCPU 1", r"vCPU 0: long mode")

@@ -25,10 +25,6 @@ DOWNTIME = 300
 LIMIT = 300
 
 
-def _query(source):
-    return source.qmp.call("query-migrate")
-
-
 def _wait(source, done, seconds=LIMIT):
     """Waits until `done` says so of query-migrate's result; fails when the migration does."""
 
@@ -85,8 +81,10 @@ def run(setting, machine, mode, *words):
     _move(setting, source, target, mode)
     if mode == "postcopy":
         source.qmp.call("migrate-start-postcopy")
-    result = _wait(source, lambda result: result.get("status") == "completed")
+    _wait(source, lambda result: result.get("status") == "completed")
     target.qmp.poll("query-status", lambda status: status["status"] == "running", 60)
+    # QEMU calculates the times after it has completed.
+    result = _wait(source, lambda result: result.get("total-time", 0) > 0)
 
     # What the source had to say of the pattern went with it: the guest's memory is the target's.
     check = f"kill -USR1 {pid}; while kill -0 {pid} 2>/dev/null; do usleep 100000; done; cat /tmp/pattern"
