@@ -231,9 +231,41 @@ pub(crate) trait Tier {
         let low = self.low(value);
         self.store(address, size, low, access)
     }
-    /// Like [`load_part`](Self::load_part), but loads two values, one after the other.
+    /// Like [`load`](Self::load), but loads two values, one after the other.
     #[inline(always)]
     fn load_pair(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        access: Access,
+    ) -> Result<[Self::Value; 2], Self::Stop> {
+        let first = self.load(address, size, access)?;
+        let bytes = self.number(1 << size);
+        let address = self.add(address, bytes);
+        Ok([first, self.load(address, size, access)?])
+    }
+    /// Like [`store`](Self::store), but stores two values, or none.
+    #[inline(always)]
+    fn store_pair(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        values: [Self::Value; 2],
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        let each = Access {
+            element: Some(size),
+            ..access
+        };
+        self.prepare_stores(address, 2 << size, each)?;
+        self.store(address, size, values[0], access)?;
+        let bytes = self.number(1 << size);
+        let address = self.add(address, bytes);
+        self.store(address, size, values[1], access)
+    }
+    /// Like [`load_part`](Self::load_part), but loads two values, one after the other.
+    #[inline(always)]
+    fn load_vector_pair(
         &mut self,
         address: Self::Value,
         size: u8,
@@ -246,7 +278,7 @@ pub(crate) trait Tier {
     }
     /// Like [`store_part`](Self::store_part), but stores two values, or none.
     #[inline(always)]
-    fn store_pair(
+    fn store_vector_pair(
         &mut self,
         address: Self::Value,
         size: u8,

@@ -172,21 +172,6 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an access of 1 << `size` bytes loads or stores: bytes, or a word.
-    fn part_of(&mut self, vector: Vector, size: u8) -> Value {
-        match size {
-            4 => self.whole(vector),
-            _ => self.half(vector, 0),
-        }
-    }
-
-    fn vector_of(&mut self, part: Value, size: u8) -> Vector {
-        match size {
-            4 => Vector::Whole(part),
-            _ => Vector::Halves([part, self.v.constant(0)]),
-        }
-    }
-
     pub(super) fn load_at(&mut self, address: Value, size: u8, access: Access) -> Value {
         let found = self.access(
             address,
@@ -213,7 +198,7 @@ impl Translator<'_> {
     }
 
     /// Loads two values, which one look-up finds if they are in one page.
-    pub(super) fn load_pair_at(&mut self, address: Value, size: u8, access: Access) -> [Vector; 2] {
+    pub(super) fn load_pair_at(&mut self, address: Value, size: u8, access: Access) -> [Value; 2] {
         let distance = 1 << size;
         let found = self.access(
             address,
@@ -232,7 +217,7 @@ impl Translator<'_> {
                 ([first, second].to_vec(), failed)
             },
         );
-        [found[0], found[1]].map(|part| self.vector_of(part, size))
+        [found[0], found[1]]
     }
 
     /// Stores two values, which one look-up finds if they are in one page.
@@ -240,11 +225,10 @@ impl Translator<'_> {
         &mut self,
         address: Value,
         size: u8,
-        values: [Vector; 2],
+        parts: [Value; 2],
         access: Access,
     ) {
         let distance = 1 << size;
-        let parts = values.map(|value| self.part_of(value, size));
         self.access(
             address,
             (2 * distance, Right::Write, access),

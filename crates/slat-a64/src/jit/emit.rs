@@ -218,17 +218,43 @@ impl Tier for Translator<'_> {
         address: Value,
         size: u8,
         access: Access,
-    ) -> Result<[Vector; 2], Interpret> {
+    ) -> Result<[Value; 2], Interpret> {
         Ok(self.load_pair_at(address, size, access))
     }
     fn store_pair(
         &mut self,
         address: Value,
         size: u8,
-        values: [Vector; 2],
+        values: [Value; 2],
         access: Access,
     ) -> Result<(), Interpret> {
         self.store_pair_at(address, size, values, access);
+        Ok(())
+    }
+    fn load_vector_pair(
+        &mut self,
+        address: Value,
+        size: u8,
+        access: Access,
+    ) -> Result<[Vector; 2], Interpret> {
+        let parts = self.load_pair_at(address, size, access);
+        Ok(parts.map(|part| match size {
+            VECTOR => Vector::Whole(part),
+            _ => Vector::Halves([part, self.v.constant(0)]),
+        }))
+    }
+    fn store_vector_pair(
+        &mut self,
+        address: Value,
+        size: u8,
+        values: [Vector; 2],
+        access: Access,
+    ) -> Result<(), Interpret> {
+        let parts = values.map(|value| match size {
+            VECTOR => self.whole(value),
+            _ => self.half(value, 0),
+        });
+        self.store_pair_at(address, size, parts, access);
         Ok(())
     }
     fn prepare_stores(

@@ -115,31 +115,26 @@ pub(super) fn pair<T: Tier>(
     let (at, base) = address(t, place)?;
     match transfer {
         Transfer::Load(extension) => {
-            let pair = t.load_pair(at, size, access)?;
-            let [a, b] = pair.map(|vector| t.low(vector));
+            let [a, b] = t.load_pair(at, size, access)?;
             let (a, b) = (loaded(t, a, size, extension), loaded(t, b, size, extension));
             write_back(t, base);
             set(t, rt, a);
             set(t, rt2, b);
         }
         Transfer::Store => {
-            let zero = t.number(0);
-            let pair = [rt, rt2].map(|r| {
-                let value = x(t, r);
-                t.vector(value, zero)
-            });
+            let pair = [x(t, rt), x(t, rt2)];
             t.store_pair(at, size, pair, access)?;
             write_back(t, base);
         }
         Transfer::LoadVector => {
-            let [a, b] = t.load_pair(at, size, access)?;
+            let [a, b] = t.load_vector_pair(at, size, access)?;
             write_back(t, base);
             t.set_v(rt, a);
             t.set_v(rt2, b);
         }
         Transfer::StoreVector => {
             let pair = [t.v(rt), t.v(rt2)];
-            t.store_pair(at, size, pair, access)?;
+            t.store_vector_pair(at, size, pair, access)?;
             write_back(t, base);
         }
     }
