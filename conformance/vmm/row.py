@@ -33,6 +33,7 @@ ROWS = {
     "hyperv": "rows.hyperv",
     "clock": "rows.clock",
     "bus-lock": "rows.bus_lock",
+    "unit-test": "rows.unit_test",
     "nested": "rows.nested",
     "xen": "rows.xen",
     "firmware": "rows.firmware",
