@@ -24,6 +24,17 @@ impl arch::Arch for Guest {
     }
 }
 
+/// The definition of the type of vector registers, which GDB does not define.
+const VECTOR: &str = r#"<vector id="v4f" type="ieee_single" count="4"/><vector id="v2d" type="ieee_double" count="2"/>
+<vector id="v16i8" type="int8" count="16"/><vector id="v8i16" type="int16" count="8"/>
+<vector id="v4i32" type="int32" count="4"/><vector id="v2i64" type="int64" count="2"/>
+<union id="vec128">
+<field name="v4_float" type="v4f"/><field name="v2_double" type="v2d"/><field name="v16_int8" type="v16i8"/>
+<field name="v8_int16" type="v8i16"/><field name="v4_int32" type="v4i32"/><field name="v2_int64" type="v2i64"/>
+<field name="uint128" type="uint128"/>
+</union>
+"#;
+
 /// Describes the registers in GDB's XML format.
 fn description() -> String {
     let mut text = format!(
@@ -41,7 +52,12 @@ fn description() -> String {
     {
         if *feature != open {
             let end = if open.is_empty() { "" } else { "</feature>\n" };
-            let types = of_arch::types(kind, open.is_empty());
+            // The definitions come before the first register of a feature. The core registers are the first feature.
+            let types = match *kind {
+                "vec128" => VECTOR,
+                _ if open.is_empty() => of_arch::TYPES,
+                _ => "",
+            };
             let _ = write!(text, "{end}<feature name=\"{feature}\">\n{types}");
             open = feature;
         }
@@ -113,5 +129,28 @@ impl arch::Registers for Registers {
     fn gdb_deserialize(&mut self, bytes: &[u8]) -> Result<(), ()> {
         self.0 = bytes.try_into().map_err(|_| ())?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The types that GDB itself defines ("Predefined Target Types" in its manual), as far as registers have them.
+    const PREDEFINED: [&str; 9] = [
+        "int8", "int16", "int", "int32", "int64", "uint128", "code_ptr", "data_ptr", "i387_ext",
+    ];
+
+    #[test]
+    fn the_description_defines_the_type_of_each_register_before_its_use() {
+        let text = description();
+        for Register { name, kind, .. } in &REGISTERS {
+            let register = text.find(&format!("<reg name=\"{name}\"")).expect(name);
+            let is_defined = text[..register].contains(&format!("id=\"{kind}\""));
+            assert!(
+                is_defined || PREDEFINED.contains(kind),
+                "{name} has the type {kind}"
+            );
+        }
     }
 }
