@@ -13,7 +13,7 @@ pub const TABLES: &[(&str, Option<&str>)] = &[("arm64", None)];
 
 /// Returns the line of `slat info` about guests: name and text.
 pub fn guests() -> (&'static str, String) {
-    let text = "arm64, executed by an interpreter";
+    let text = "arm64, whose hot code is compiled";
     ("guests", text.to_owned())
 }
 
