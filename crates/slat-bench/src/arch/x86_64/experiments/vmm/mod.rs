@@ -25,9 +25,8 @@ written (a processor must be free for the thread). Limit: a thread that waits fo
 linux, short, i386, debian: QEMU (pc, 1 CPU, 512 MiB), on slat and on its own software CPU, tcg:
 processor time to a shell, of systemd for debian, for works (short: that end soon, and two more
 boots); idle; reads of a disk. Only with --materials DIR, which conformance/vmm/materials fills.
-Asked for: kick <= 1 us, irqfd <= 20 us (median); of tcg's time: boot 0.7 (debian 0.9), a work 0.6
-(short 1.0, i386 0.7, debian 0.9, all 0.6, floats 0.3); of the first boot's time: a later boot 0.6;
-idle <= 0.5 %, read >= 200 MB/s.",
+Asked for: kick <= 1 us, irqfd <= 20 us; of tcg's time: boot 0.7 (debian 0.9), a work 0.6 (short 1,
+i386 0.7, debian 0.9, all 0.6, floats 0.3); of a boot's, a later one 0.6; idle 0.5 %, read 200 MB/s.",
     settable: Settable::AllBut(&[]),
     any_tables: false,
     run,
