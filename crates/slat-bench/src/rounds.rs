@@ -23,7 +23,7 @@ pub enum Size {
 }
 
 impl Size {
-    /// Returns the argument that belongs to this size.
+    /// Returns the command-line argument that selects this size.
     pub fn pick<T>(self, tiny: T, usual: T, full: T) -> T {
         match self {
             Size::Tiny => tiny,

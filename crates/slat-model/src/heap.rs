@@ -39,7 +39,7 @@ impl FailingHeap {
         (answer, plan.failed)
     }
 
-    /// Lets all allocations from here to the end of [`failing`](Self::failing) succeed.
+    /// From here until [`failing`](Self::failing) returns, every allocation succeeds.
     pub fn recover() {
         PLAN.set(PLAN.get().map(|plan| Plan {
             left: u32::MAX,

@@ -419,8 +419,8 @@ impl GuestModel {
         self.by_base.insert(slot.base, id);
     }
 
-    /// Returns the frames that have the same memory and rights in `self` and in `after`, and that no change of a dirty
-    /// log unmaps.
+    /// Returns the frames that have the same memory and rights in `self` and in `after`, and that stay mapped when
+    /// dirty logging is turned on or off.
     pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
         let mut kept = Vec::new();
         for (id, old) in &self.slots {

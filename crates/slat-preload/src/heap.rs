@@ -189,8 +189,8 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Whether the reserve is whole, or could be restored, so that a call may begin. Costs one load if the reserve is
-/// whole.
+/// Fills the reserve if it is not full. Returns whether it is full now, so that a call may begin. Costs one load if it
+/// was full.
 pub fn is_ready() -> bool {
     IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }

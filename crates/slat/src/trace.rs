@@ -30,8 +30,8 @@ pub enum Event {
         /// The leaf's level.
         level: Level,
     },
-    /// `fast_page_fault`: a fault of the guest was resolved without looking up memslot and host. Counted as
-    /// `pf_fast`.
+    /// `fast_page_fault`: a fault of the guest was resolved without looking up the memslot or the host's page. Counted
+    /// as `pf_fast`.
     FastPageFault {
         /// The guest-physical address of the access.
         gpa: Gpa,

@@ -1,4 +1,4 @@
-//! The tier that emits code: values are values of Cranelift's.
+//! The tier that emits code. It represents each of the guest's values by a `Value` of Cranelift's.
 
 use super::helpers::{Request, helper};
 use super::translator::Translator;

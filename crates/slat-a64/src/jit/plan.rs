@@ -218,7 +218,7 @@ mod tests {
             let steps = &plan.blocks[&start].steps;
             steps.iter().map(|step| step.is_checkpoint).collect()
         };
-        // The store can be executed again with the load, but not with another store.
+        // An instruction that is restarted may repeat this load and this store. It must not repeat an earlier store.
         assert_eq!(checkpoints(0x7000), [true, false, false, false]);
         assert_eq!(checkpoints(0x7010), [true, true, false]);
         let changed = 1 | 2 | 4 | 8 | 1 << FLAGS;

@@ -71,7 +71,7 @@ pub(super) fn uses(insn: Option<&Insn>, pc: u64, context: Context) -> (Uses, Flo
     (noting.uses, flow)
 }
 
-/// Why an instruction is not compiled: the interpreter executes it.
+/// An instruction is not compiled, and the interpreter executes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Interpret;
 

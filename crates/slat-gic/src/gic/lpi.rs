@@ -93,8 +93,8 @@ impl Gic {
         Ok(())
     }
 
-    /// Reads the configuration of all LPIs of a vCPU again. As in KVM, LPIs whose configuration is not in memory keep
-    /// theirs.
+    /// Reads the configuration of all LPIs of a vCPU again. As in KVM, LPIs whose configuration cannot be read from
+    /// guest memory keep their previous configuration.
     pub(crate) fn reload_lpis(&mut self, vcpu: usize, memory: &impl Memory) {
         for intid in self.lpis_of(vcpu) {
             let _ = self.reload_lpi(intid, memory);

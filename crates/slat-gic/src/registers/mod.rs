@@ -37,7 +37,7 @@ pub const V2_DISTRIBUTOR_SIZE: u64 = 0x1000;
 pub const V2_CPU_INTERFACE_SIZE: u64 = 0x2000;
 /// The bytes of GICv3's distributor.
 pub const V3_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
-/// The bytes of a redistributor: RD_base and SGI_base.
+/// The size of a redistributor in bytes: its frames RD_base and SGI_base.
 pub const REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
 
 /// Offsets in the distributor.

@@ -50,7 +50,8 @@ pub(super) const HIGH: usize = 4;
 /// Number of pages of host memory. Each slot has twice its size, so that it can be created again with other memory.
 pub(super) const HOST_PAGES: u64 = 272;
 
-/// Guest frames that mostly hold tables with entries of one size, grouped by the level for which they are mostly used.
+/// Guest frames that hold mainly tables with entries of one size. They are grouped by the level at which each frame is
+/// usually used.
 pub(super) struct Tables {
     /// Frames for roots, and for tables two levels above the leaves.
     pub roots: Range<u64>,

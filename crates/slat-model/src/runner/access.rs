@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::model::{Expected, is_executable};
 use crate::setup::{SPACES, VCPUS};
 
-/// A bit of the attention word that the engine leaves to its client.
+/// The bit of the attention word that the engine reserves for its client.
 const BUSY: u32 = 1 << 8;
 
 /// The greatest number of flushes of its own that one fault can need. A table that is cleared needs one flush. A walker

@@ -119,7 +119,7 @@ fn xsave() -> [u32; 1024] {
     area
 }
 
-/// Returns the local APIC's registers of the bootstrap processor, with the LINT0 that KVM's quirk enables.
+/// Returns the registers of the bootstrap processor's local APIC. LINT0 is enabled, as by KVM's quirk.
 fn lapic() -> kvm_lapic_state {
     let mut state = kvm_lapic_state::default();
     let registers = [

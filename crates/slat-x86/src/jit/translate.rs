@@ -273,7 +273,8 @@ impl<'a> Translator<'a> {
         (self.b.ins()).atomic_load(I32, MemFlags::trusted(), word)
     }
 
-    /// Begins a block at whose beginning all state is in the CPU.
+    /// Begins a block. On entry to it, all of the guest's state is in the structure of the CPU, and none in the host's
+    /// registers.
     fn begin(&mut self, block: Block, node: usize) {
         self.b.switch_to_block(block);
         self.base = Some(self.b.ins().get_pinned_reg(I64));

@@ -568,7 +568,7 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
     // The key does not apply to supervisor pages, nor to pages with other keys.
     assert!(ask(P | W, no_access, false, true, Access::Write).is_ok());
     assert!(ask(ALL, !(no_access | no_write), true, true, Access::Write).is_ok());
-    // The bit is also set if another right is missing, too. It is not set for a page that is not present.
+    // The bit is set even if another right is missing as well. It is not set for a page that is not present.
     assert_eq!(
         ask(P | U, no_access, true, true, Access::Write),
         fault(by_user | code::WRITE)

@@ -264,9 +264,9 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let index = level.index(gfn);
             let listed = node.entry(index);
             if !listed.is_empty() {
-                // The next step visits all regions that begin at the frame where this step stops. So a step does not
-                // stop between two regions that begin at the same frame, and always advances beyond its own first
-                // frame.
+                // A step stops before the first region that begins at its last frame, and the next step visits all
+                // regions that begin there. So regions with the same first frame are never divided between two steps,
+                // and each step ends beyond the frame at which it began.
                 if self.walk.is_spent() && below.start > self.visited {
                     return Err(Stopped { at: below.start });
                 }

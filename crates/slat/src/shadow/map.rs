@@ -88,7 +88,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Like [`Tree::map_mmio`](crate::table::Tree::map_mmio), but in shadow pages.
     ///
     /// # Errors
-    /// [`Retry`]: the required action on the guest's tables.
+    /// [`Retry`] says what has to be done with the guest's tables before the caller tries again.
     pub(crate) fn map_mmio(
         &self,
         target: &Target<'_, P, F>,

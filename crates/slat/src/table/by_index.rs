@@ -182,9 +182,10 @@ impl Found<'_> {
         (!self.is_protected::<F>()).then_some(self.table)
     }
 
-    /// Sets accessed, and dirty if `write`, like a page walker that uses the leaf: without a lock, and only if the
-    /// entry is unchanged. Returns `false` if the entry has changed: walk again. Uses `Release`: a thread that sees the
-    /// bit also sees that the buffer is locked in which the CPU records the bit (`vm/drain.rs`).
+    /// Sets the accessed bit, and the dirty bit if `write`, like a page walker that uses the leaf: without a lock, and
+    /// only if the entry is unchanged. Returns `false` if the entry has changed: walk again. Uses `Release`: the CPU
+    /// records the dirty bit in a buffer, and a thread that sees the bit also sees that this buffer is locked
+    /// (`vm/drain.rs`).
     #[inline]
     pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
         let marked = F::mark(self.bits, write);

@@ -172,7 +172,8 @@ impl InProgress {
         self.moving.load(SeqCst) != 0
     }
 
-    /// Waits until the leaves of all leaving slots are zapped. Waits for walks, not for flushes.
+    /// Waits until the leaves of all slots that are being removed are zapped. Waits only for the walks that zap them,
+    /// not for flushes.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {

@@ -86,7 +86,7 @@ pub(crate) enum Refusal {
 /// The counters of a CPU's own work.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Batches of instructions: how often the processor was begun.
+    /// The number of batches of instructions, which is how often the processor was entered.
     batches: u64,
     /// Instructions that compiled code has executed.
     compiled: u64,

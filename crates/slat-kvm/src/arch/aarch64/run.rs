@@ -213,7 +213,8 @@ impl VcpuObject {
         });
     }
 
-    /// Drops what other vCPUs have invalidated. Call after taking [`bits::GUEST_FLUSH`].
+    /// Drops the translations and the code that other vCPUs have invalidated. Call after clearing
+    /// [`bits::GUEST_FLUSH`].
     pub(crate) fn drop_invalidated(&self, inner: &mut Inner) {
         for invalidation in self.common().arch.invalidated.take().as_slice() {
             inner.cpu.invalidate(*invalidation);

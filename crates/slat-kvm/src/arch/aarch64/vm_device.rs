@@ -213,11 +213,11 @@ impl VmObject {
         self.bus.add(&self.engine, make, || Ok(()))
     }
 
-    /// Creates a device of a type of arm64.
+    /// Creates a device of a type that only arm64 has.
     ///
     /// # Errors
-    /// For a GIC: `EEXIST` when there is one, `EBUSY` when a vCPU has run, `E2BIG` when the GIC cannot have so many
-    /// vCPUs. `ENODEV` for an unknown type.
+    /// For a GIC: `EEXIST` when there is one, `EBUSY` when a vCPU has run, `E2BIG` when the GIC does not support that
+    /// many vCPUs. `ENODEV` for an unknown type.
     pub(crate) fn create_arch_device(&self, kind: u32) -> Result<VmDevice> {
         let model = match kind {
             V2 => Model::V2,

@@ -1,5 +1,5 @@
-//! Constants of program files and library files: the processor's number in their headers, and the path of the dynamic
-//! linker.
+//! Constants of ELF programs and libraries: the machine type in their headers (`e_machine`), and the path of the
+//! dynamic linker.
 
 use std::ffi::CStr;
 
