@@ -231,6 +231,26 @@ pub(crate) trait Tier {
         let low = self.low(value);
         self.store(address, size, low, access)
     }
+    /// Returns the address of a pair's second value. The size is the logarithm of a value's bytes.
+    #[inline(always)]
+    fn second_of_pair(&mut self, address: Self::Value, size: u8) -> Self::Value {
+        let bytes = self.number(1 << size);
+        self.add(address, bytes)
+    }
+    /// Checks that the stores of a pair will succeed.
+    #[inline(always)]
+    fn prepare_pair(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        let each = Access {
+            element: Some(size),
+            ..access
+        };
+        self.prepare_stores(address, 2 << size, each)
+    }
     /// Like [`load`](Self::load), but loads two values, one after the other.
     #[inline(always)]
     fn load_pair(
@@ -240,8 +260,7 @@ pub(crate) trait Tier {
         access: Access,
     ) -> Result<[Self::Value; 2], Self::Stop> {
         let first = self.load(address, size, access)?;
-        let bytes = self.number(1 << size);
-        let address = self.add(address, bytes);
+        let address = self.second_of_pair(address, size);
         Ok([first, self.load(address, size, access)?])
     }
     /// Like [`store`](Self::store), but stores two values, or none.
@@ -253,14 +272,9 @@ pub(crate) trait Tier {
         values: [Self::Value; 2],
         access: Access,
     ) -> Result<(), Self::Stop> {
-        let each = Access {
-            element: Some(size),
-            ..access
-        };
-        self.prepare_stores(address, 2 << size, each)?;
+        self.prepare_pair(address, size, access)?;
         self.store(address, size, values[0], access)?;
-        let bytes = self.number(1 << size);
-        let address = self.add(address, bytes);
+        let address = self.second_of_pair(address, size);
         self.store(address, size, values[1], access)
     }
     /// Like [`load_part`](Self::load_part), but loads two values, one after the other.
@@ -272,8 +286,7 @@ pub(crate) trait Tier {
         access: Access,
     ) -> Result<[Self::Vector; 2], Self::Stop> {
         let first = self.load_part(address, size, access)?;
-        let bytes = self.number(1 << size);
-        let address = self.add(address, bytes);
+        let address = self.second_of_pair(address, size);
         Ok([first, self.load_part(address, size, access)?])
     }
     /// Like [`store_part`](Self::store_part), but stores two values, or none.
@@ -285,14 +298,9 @@ pub(crate) trait Tier {
         values: [Self::Vector; 2],
         access: Access,
     ) -> Result<(), Self::Stop> {
-        let each = Access {
-            element: Some(size),
-            ..access
-        };
-        self.prepare_stores(address, 2 << size, each)?;
+        self.prepare_pair(address, size, access)?;
         self.store_part(address, size, values[0], access)?;
-        let bytes = self.number(1 << size);
-        let address = self.add(address, bytes);
+        let address = self.second_of_pair(address, size);
         self.store_part(address, size, values[1], access)
     }
     /// Checks that the stores to these bytes that follow will succeed.

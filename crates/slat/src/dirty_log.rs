@@ -129,7 +129,8 @@ impl DirtyLog {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
             self.bits[index].fetch_and(!mask, Relaxed);
-            self.readers().for_each(|marks| marks.unmark(index, mask));
+            // The log is new, so no reader has an epoch of it.
+            self.readers().for_each(|marks| marks.forget(index, mask));
         }
     }
 

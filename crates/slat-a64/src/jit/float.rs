@@ -16,7 +16,7 @@ use super::translator::Translator;
 use super::truth::Truth;
 use super::vectors::Vector;
 use crate::simd::arithmetic::Extreme;
-use crate::simd::compute::{Float, Permutation};
+use crate::simd::compute::Float;
 use crate::simd::float::Rounding;
 use crate::simd::{Function, Op};
 use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
@@ -124,17 +124,7 @@ impl Translator<'_> {
                 let operation = Operation::of(float)?;
                 let operands = match u32::from(function.bytes) >> function.size {
                     1 => operands,
-                    _ => {
-                        let [evens, odds] = [false, true].map(|second| Function {
-                            op: Op::Permute {
-                                kind: Permutation::Unzip,
-                                second,
-                            },
-                            ..*function
-                        });
-                        let evens = self.moved(&evens, operands)?;
-                        [evens, self.moved(&odds, operands)?, operands[2]]
-                    }
+                    _ => self.unzipped(function, operands)?,
                 };
                 let each = Function {
                     op: Op::Float(float),

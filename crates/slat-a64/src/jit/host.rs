@@ -12,10 +12,10 @@ use cranelift_codegen::ir::{InstBuilder, Type, Value};
 /// Which results the host has computed as Arm does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Usual {
-    /// Those that are finite. The result can be no tiny number that is inexact.
+    /// Results that are finite. The result of such a function is never tiny and inexact at once.
     Finite,
-    /// Those that are finite, and larger than the least normal number; and those of an operand that is zero: they are
-    /// exact.
+    /// Results that are finite, and larger than the least normal number. Also results of an operand that is zero,
+    /// because such a result is exact.
     Normal,
 }
 

@@ -1,7 +1,8 @@
 //! The vector registers.
 //!
-//! They stay in the state: a write goes there at once, and a read loads them in the form in which they are used. A
-//! block remembers those of its values that have their place ([`is_fixed`]), so that a sum need not wait for memory.
+//! The state always has the registers' values: a write stores there at once, and a read loads the form that its user
+//! needs. A block remembers those of its values that have their place ([`is_fixed`]), so that a sum need not wait for
+//! memory.
 //!
 //! [`is_fixed`]: super::values::Values::is_fixed
 

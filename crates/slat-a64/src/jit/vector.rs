@@ -87,16 +87,8 @@ impl Translator<'_> {
                 self.integer_lanes(op, function, operands)?
             }
             Op::Pairs(op) => {
-                let [evens, odds] = [false, true].map(|second| Function {
-                    op: Op::Permute {
-                        kind: Permutation::Unzip,
-                        second,
-                    },
-                    ..*function
-                });
-                let evens = self.moved(&evens, operands)?;
-                let odds = self.moved(&odds, operands)?;
-                let operands = self.wholes([evens, odds, c]);
+                let operands = self.unzipped(function, operands)?;
+                let operands = self.wholes(operands);
                 self.integer_lanes(op, function, operands)?
             }
             Op::Widen(op, widening) if size < 3 => {
@@ -146,6 +138,25 @@ impl Translator<'_> {
             }
             _ => None,
         }
+    }
+
+    /// Moves the elements of the first two operands with even indices to the first operand, and those with odd indices
+    /// to the second one: then a function on pairs of adjacent elements is one on lanes.
+    pub(super) fn unzipped(
+        &mut self,
+        function: &Function,
+        operands: [Vector; 3],
+    ) -> Option<[Vector; 3]> {
+        let [evens, odds] = [false, true].map(|second| Function {
+            op: Op::Permute {
+                kind: Permutation::Unzip,
+                second,
+            },
+            ..*function
+        });
+        let evens = self.moved(&evens, operands)?;
+        let odds = self.moved(&odds, operands)?;
+        Some([evens, odds, operands[2]])
     }
 
     /// Emits code for a function that only moves bytes.

@@ -10,7 +10,8 @@ use cranelift_codegen::ir::{
 /// A vector of 128 bits.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Vector {
-    /// The value of a register. It is loaded where it is used, so an instruction uses it before it writes the register.
+    /// The value of a register. The code of its user loads the value, so an instruction reads a register before it
+    /// writes the same one.
     Register(u8),
     Halves([Value; 2]),
     /// Bytes.

@@ -120,8 +120,8 @@ pub fn physical(rng: &mut Rng) -> u64 {
 /// Returns a linear address, often near the end of a page.
 pub fn linear(rng: &mut Rng) -> u64 {
     let page = match rng.below(16) {
-        // These addresses are chosen, too: in the upper half, which the fourth level maps a second time; in the tables,
-        // which map themselves; and a non-canonical address.
+        // Some addresses are in the upper half, which the fourth level maps a second time, some are in the tables,
+        // which map themselves, and some are not canonical.
         0 => 0xffff_8000_0000_0000 + physical(rng),
         1 => 0xffff_ff80_0000_0000 + (rng.below(8) << 12),
         2 => 1 << 47,

@@ -173,8 +173,8 @@ fn an_nmi_waits_for_the_instruction_after_sti() {
     assert_eq!(guest.stack(0), CODE + 1);
 }
 
-/// An acknowledged interrupt is delivered even if IF is clear. So it has to be delivered before an NMI, not during the
-/// NMI's handler.
+/// An acknowledged interrupt is delivered even if IF is clear. So the CPU must deliver the interrupt before an NMI,
+/// and not during the NMI's handler.
 #[test]
 fn an_nmi_comes_after_an_acknowledged_interrupt_and_holds_back_another() {
     let mut guest = Guest::new(b"\x90\xf4");

@@ -131,11 +131,6 @@ impl ReaderMarks {
         &self.epoch
     }
 
-    /// Removes the pages of `mask` in word `index` of a new log, which has no epoch yet.
-    pub(super) fn unmark(&self, index: usize, mask: u64) {
-        self.forget(index, mask);
-    }
-
     /// Copies the marks of `pages` pages from the marks of the same reader in another log ([`DirtyLog::copy_marks`]).
     pub(super) fn copy_from(&self, marks: &ReaderMarks, from: u64, to: u64, pages: u64) {
         copy_bits(&marks.pending, &self.pending, from, to, pages);

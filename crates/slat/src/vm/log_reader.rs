@@ -11,8 +11,8 @@
 //! [`Vm::get_dirty_log`], and passes the pages to all other readers, of which the client's bitmap is one
 //! (`dirty_log/readers.rs`). The pages are protected once for all: each reader has been told of the writes before, and
 //! each will be told of the next one. A reset of the client's rings protects pages without harvesting the log, which
-//! therefore contains pages that are protected. That is allowed; the opposite, a page that is writable and neither in
-//! the log nor dirty, is what no operation leaves behind.
+//! therefore contains pages that are protected. That is allowed. No operation leaves the opposite behind: a page
+//! that is writable, and neither in the log nor dirty.
 //!
 //! # Which slots
 //! While there is a reader, each slot without private memory logs, whether the client has set
@@ -146,7 +146,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             self.add_log_reader(space, id)?;
         }
-        // What was written before is not for this reader.
+        // The reader is not told of earlier writes.
         reader.harvest();
         reader.end_epoch(false);
         Ok(reader)

@@ -254,18 +254,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .by_id(region.slot)
             .filter(|old| old.has_pages_of(region));
         let moves = old.is_none_or(|old| old.base() != F::GRANULE.gfn(region.gpa));
-        if let Some(log) = old.and_then(|old| self.kept_log(old, is_clients)) {
-            if has_readers {
-                self.keep_for_readers(&log, moves)?;
-            }
-            return Ok(OwnedSlot::new(region, F::GRANULE, Some(log)));
-        }
-        let log = Shared::try_new(self.new_log(region.pages(F::GRANULE), is_clients)?)?;
+        let kept = old.and_then(|old| self.kept_log(old, is_clients));
+        let is_new = kept.is_none();
+        let log = match kept {
+            Some(log) => log,
+            None => Shared::try_new(self.new_log(region.pages(F::GRANULE), is_clients)?)?,
+        };
         if has_readers {
             self.keep_for_readers(&log, moves)?;
         }
         let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
-        if log.initially_set || has_readers {
+        if is_new && (log.initially_set || has_readers) {
             // Pages that the log of an existing slot covers are unmarked here: their marks are copied from that log.
             change.set().in_gfns(&slot.gfns(), |old| {
                 if old.log().is_some() && old.backs_alike(&slot) {

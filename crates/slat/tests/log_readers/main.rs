@@ -161,7 +161,7 @@ fn each_reader_is_told_of_each_write_once() {
     assert!(vm.is_marked_dirty(0, Gfn(299)) && !vm.is_marked_dirty(0, Gfn(3)));
     assert_eq!(client_log(&vm, 3), Ok(set([1, 2, 5, 70, 299])));
     assert_eq!(client_log(&vm, 3), Ok(set([])));
-    // What the client harvests is for the readers, too.
+    // The readers are told of the pages that the client harvests, too.
     write(&mut vcpu, [9]);
     assert_eq!(client_log(&vm, 3), Ok(set([9])));
     drop(b);

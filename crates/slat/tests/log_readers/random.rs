@@ -65,7 +65,7 @@ pub fn run<F: Format>(seeds: u64, setup: Setup) {
     }
 }
 
-/// What a reader has to be told.
+/// The model of a reader.
 #[derive(Default, Debug)]
 struct Told {
     /// The frames that were written since its last epoch.
@@ -74,7 +74,7 @@ struct Told {
     epoch: Gfns,
 }
 
-/// What the client has to be told by its bitmaps, and what it may be told besides.
+/// The model of the client: the frames that its bitmaps must contain, and those that they may contain besides.
 #[derive(Default)]
 struct Client {
     must: Gfns,

@@ -337,7 +337,6 @@ fn permutations(items: &[usize]) -> Vec<Vec<usize>> {
 }
 
 /// Programs whose results the manuals tell.
-#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -115,7 +115,7 @@ impl Timers {
 
     /// Returns a counter of the guest.
     pub(crate) fn counter(&self, which: Which) -> u64 {
-        ticks().wrapping_sub(self.offsets.get()[which as usize])
+        ticks().wrapping_sub(self.offsets.0.offsets[which as usize].load(Relaxed))
     }
 
     /// Sets a counter of the guest, that of all vCPUs, unless the client has set one offset for both counters.

@@ -76,8 +76,8 @@ fn instruction(rng: &mut Rng) -> u32 {
     bits | random & chosen
 }
 
-/// Appends exception vectors, of which most go on at EL1, behind the instruction that has failed: at its place in the
-/// 256 KiB of the vectors, because it may have been anywhere.
+/// Appends exception vectors. Most of them return to EL1, behind the instruction that has failed. That instruction may
+/// have been anywhere, so the return is to its place in the 256 KiB that contain the vectors.
 pub fn vectors(rng: &mut Rng, bytes: &mut Vec<u8>) {
     const GOES_ON: [u32; 9] = [
         0xd538_403d, // MRS X29, ELR_EL1
