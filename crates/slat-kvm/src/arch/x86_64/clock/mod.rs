@@ -21,7 +21,9 @@
 //!
 //! The pair changes in two cases:
 //! * `KVM_SET_CLOCK`. After the change, a vCPU executes guest code only when it has the new pair (`VmClock::update`).
-//!   So guests do not see the old clock on one vCPU after the new clock on another vCPU.
+//!   So guests do not see the old clock on one vCPU after the new clock on another vCPU. While the clock is stable, the
+//!   first vCPU that executes guest code has written the pages of all vCPUs before (`VmClock::page_turn`), because a
+//!   guest may read any of the pages then: Linux reads the page of CPU 0 on all CPUs.
 //! * The vCPUs' TSCs become equal or different, or all of them get a new frequency. Then the clock continues from its
 //!   present value, rounded up.
 //!
@@ -61,7 +63,7 @@ use crate::heap;
 use host::Moment;
 use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// The flags that `KVM_GET_CLOCK` can return and `KVM_SET_CLOCK` accepts.
@@ -87,11 +89,14 @@ pub struct VmClock {
     turn: Mutex<()>,
     /// Whether an update is in progress.
     is_updating: AtomicBool,
+    /// The lock that is held while vCPUs' pages are written. It holds the number of the change after which the pages of
+    /// all vCPUs were written last.
+    page_turn: Mutex<u64>,
     /// The TSC frequency of new vCPUs.
     tsc_khz: AtomicU32,
 }
 
-/// A VM's kvmclock: a pair of a host TSC and nanoseconds, and the TSCs of the VM's vCPUs.
+/// A VM's kvmclock: a pair of a host TSC and nanoseconds, and what the clock knows of the VM's vCPUs.
 #[derive(Debug)]
 struct Kvmclock {
     /// The host's TSC at a moment.
@@ -101,10 +106,18 @@ struct Kvmclock {
     /// If the TSCs of all vCPUs are equal: the ratio of these TSCs to the host's TSC, and nanoseconds per cycle.
     /// `None`: the TSCs differ.
     common: Option<(u64, Scale)>,
-    /// The vCPUs' TSCs, indexed by number; `None`: the number is free.
-    tscs: Vec<Option<Tsc>>,
+    /// The vCPUs, indexed by number; `None`: the number is free.
+    vcpus: Vec<Option<ClockVcpu>>,
     /// The TSC that was last set by the client or for a new vCPU.
     last: Option<LastTsc>,
+}
+
+/// What the clock knows of a vCPU.
+#[derive(Clone, Copy, Debug)]
+struct ClockVcpu {
+    tsc: Tsc,
+    /// The guest-physical address of the vCPU's page. `None`: its guest does not use the clock.
+    page: Option<u64>,
 }
 
 /// The TSC that was set last on a vCPU of the VM.
@@ -133,6 +146,11 @@ pub(crate) enum TscChange {
 }
 
 impl Kvmclock {
+    /// Returns the TSCs of the VM's vCPUs.
+    fn tscs(&self) -> impl Iterator<Item = Tsc> {
+        self.vcpus.iter().flatten().map(|vcpu| vcpu.tsc)
+    }
+
     /// Returns the value of the clock when the host's TSC is `host_tsc`, which must not be before the kvmclock pair's
     /// TSC.
     fn at(&self, host_tsc: u64) -> u64 {
@@ -154,10 +172,9 @@ impl Kvmclock {
     /// `host_tsc`. This value is rounded up, so that no reading by the new pair is earlier than a reading by the old
     /// pair. Returns whether `common` has changed.
     fn look_at_tscs(&mut self, host_tsc: u64) -> bool {
-        let mut tscs = self.tscs.iter().flatten();
-        let ratio = match tscs.next() {
+        let ratio = match self.tscs().next() {
             None => Some(tsc::SAME),
-            Some(first) => (tscs.all(|tsc| tsc.is_same(first))).then_some(first.ratio()),
+            Some(first) => (self.tscs().all(|tsc| tsc.is_same(&first))).then_some(first.ratio()),
         };
         let changes = self.common.map(|(ratio, _)| ratio) != ratio;
         if changes {
@@ -194,7 +211,7 @@ impl Kvmclock {
             TscChange::Khz(khz) => {
                 let value = tsc.at(host_tsc);
                 tsc.set_khz(khz, host_tsc);
-                let mut others = self.tscs.iter().flatten();
+                let mut others = self.tscs();
                 if let Some(same) = others.find(|it| it.khz() == khz && is_near(it, value)) {
                     tsc.set_offset(same.offset());
                 }
@@ -219,12 +236,13 @@ impl VmClock {
                 host_tsc: start,
                 nanoseconds: 0,
                 common: Some((tsc::SAME, scale)),
-                tscs: Vec::new(),
+                vcpus: Vec::new(),
                 last: None,
             }),
             changes: AtomicU64::new(0),
             turn: Mutex::default(),
             is_updating: AtomicBool::new(false),
+            page_turn: Mutex::default(),
             tsc_khz: AtomicU32::new(host_tsc_khz()),
         }
     }
@@ -322,6 +340,11 @@ impl VmClock {
         self.changes.load(Ordering::Acquire)
     }
 
+    /// Whether the clock is the same on all vCPUs.
+    pub(crate) fn is_stable(&self) -> bool {
+        self.lock().common.is_some()
+    }
+
     /// Returns the parameters for the page of a vCPU that has this TSC.
     pub(crate) fn parameters(&self, tsc: &Tsc) -> Parameters {
         let kvmclock = self.lock();
@@ -350,24 +373,55 @@ impl VmClock {
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, the number of that TSC in this clock, and whether the kvmclock pair has changed.
+    /// Takes the turn to write vCPUs' pages: the number of the change after which the pages of all vCPUs were written
+    /// last. `None`: another vCPU has the turn. That vCPU may be waiting for guest memory, so do not wait for the turn
+    /// where a signal would not end the wait.
+    pub(crate) fn page_turn(&self) -> Option<MutexGuard<'_, u64>> {
+        match self.page_turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Sets the guest-physical address of the page of the vCPU with this number. `None`: the guest does not use the
+    /// clock.
+    pub(crate) fn set_page(&self, number: usize, page: Option<u64>) {
+        if let Some(vcpu) = &mut self.lock().vcpus[number] {
+            vcpu.page = page;
+        }
+    }
+
+    /// Returns a number that is greater than the numbers of all vCPUs.
+    pub(crate) fn numbers(&self) -> usize {
+        self.lock().vcpus.len()
+    }
+
+    /// Returns the guest-physical address of the page of the vCPU with this number, and the page's parameters. `None`:
+    /// there is no such vCPU, or its guest does not use the clock.
+    pub(crate) fn page(&self, number: usize) -> Option<(u64, Parameters)> {
+        let vcpu = self.lock().vcpus.get(number).copied().flatten()?;
+        Some((vcpu.page?, self.parameters(&vcpu.tsc)))
+    }
+
+    /// Returns the TSC of a new vCPU, the number of that vCPU in this clock, and whether the kvmclock pair has changed.
     /// The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
-    /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    /// [`forget_vcpu`](Self::forget_vcpu) when the vCPU is dropped.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub(crate) fn new_tsc(&self) -> Result<(Tsc, usize, bool)> {
         let mut kvmclock = self.lock();
-        let free = kvmclock.tscs.iter().position(Option::is_none);
-        let number = free.unwrap_or(kvmclock.tscs.len());
+        let free = kvmclock.vcpus.iter().position(Option::is_none);
+        let number = free.unwrap_or(kvmclock.vcpus.len());
         if free.is_none() {
-            heap::reserve(&mut kvmclock.tscs, 1)?;
-            kvmclock.tscs.push(None);
+            heap::reserve(&mut kvmclock.vcpus, 1)?;
+            kvmclock.vcpus.push(None);
         }
         let host_tsc = ordered_tsc();
         let tsc = Tsc::new(self.tsc_khz());
         let tsc = kvmclock.changed(tsc, TscChange::Value(0), host_tsc, false);
-        kvmclock.tscs[number] = Some(tsc);
+        kvmclock.vcpus[number] = Some(ClockVcpu { tsc, page: None });
         Ok((tsc, number, self.follow_tscs(kvmclock, host_tsc)))
     }
 
@@ -377,7 +431,9 @@ impl VmClock {
         let mut kvmclock = self.lock();
         let host_tsc = ordered_tsc();
         *tsc = kvmclock.changed(*tsc, change, host_tsc, true);
-        kvmclock.tscs[number] = Some(*tsc);
+        if let Some(vcpu) = &mut kvmclock.vcpus[number] {
+            vcpu.tsc = *tsc;
+        }
         self.follow_tscs(kvmclock, host_tsc)
     }
 
@@ -390,11 +446,11 @@ impl VmClock {
         changes
     }
 
-    /// Removes the TSC of a vCPU that is dropped. Returns whether the kvmclock pair has changed, like
+    /// Removes a vCPU that is dropped. Returns whether the kvmclock pair has changed, like
     /// [`change_tsc`](Self::change_tsc).
-    pub(crate) fn forget_tsc(&self, number: usize) -> bool {
+    pub(crate) fn forget_vcpu(&self, number: usize) -> bool {
         let mut kvmclock = self.lock();
-        kvmclock.tscs[number] = None;
+        kvmclock.vcpus[number] = None;
         self.follow_tscs(kvmclock, ordered_tsc())
     }
 
@@ -458,7 +514,7 @@ mod tests {
         set(&mut second, TscChange::Value(1 << 41));
         assert_ne!(first.1.offset(), second.1.offset());
         assert!(!clock.read().is_stable);
-        assert!(clock.forget_tsc(1) && clock.read().is_stable);
+        assert!(clock.forget_vcpu(1) && clock.read().is_stable);
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod async_pf;
 pub(crate) mod frames;
 pub(crate) mod hypercall;
 pub(crate) mod hyperv;
+mod kvmclock;
 mod mmu;
 pub(crate) mod msrs;
 mod nested_paging;
@@ -16,7 +17,7 @@ mod steal_time;
 
 pub(crate) use frames::MOST as MOST_FRAMES;
 
-use crate::arch::x86_64::clock::{self, Tsc, TscChange, host_tsc};
+use crate::arch::x86_64::clock::{Tsc, TscChange};
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::exit::ClientCall;
 use crate::arch::x86_64::hyperv::VcpuHyperv;
@@ -64,8 +65,8 @@ pub(crate) struct VcpuMachine {
     /// that wait for pages.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
-    /// The number of this vCPU's TSC in the VM's clock.
-    tsc_number: usize,
+    /// This vCPU's number in the VM's clock.
+    clock_number: usize,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
     clock_changed: bool,
@@ -94,7 +95,7 @@ pub(crate) struct VcpuMachine {
 impl Drop for VcpuMachine {
     fn drop(&mut self) {
         // In a forked child the clock's lock may be held forever.
-        if !self.vm.is_foreign() && self.vm.arch.clock.forget_tsc(self.tsc_number) {
+        if !self.vm.is_foreign() && self.vm.arch.clock.forget_vcpu(self.clock_number) {
             self.vm.clock_pages_changed();
         }
     }
@@ -111,7 +112,7 @@ impl VcpuMachine {
         common: Shared<VcpuCommon>,
         base: u64,
     ) -> Result<Self> {
-        let (tsc, tsc_number, changes) = vm.arch.clock.new_tsc()?;
+        let (tsc, clock_number, changes) = vm.arch.clock.new_tsc()?;
         if changes {
             vm.clock_pages_changed();
         }
@@ -136,7 +137,7 @@ impl VcpuMachine {
             pv_eoi_offered: false,
             pages_are_ready: false,
             tsc,
-            tsc_number,
+            clock_number,
             base,
             clock_changed: false,
             clock_set: 0,
@@ -196,7 +197,7 @@ impl VcpuMachine {
 
     /// Changes the guest's TSC. Pages of clocks that depend on this TSC are written again.
     pub(crate) fn change_tsc(&mut self, change: TscChange) {
-        if (self.vm.arch.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
+        if (self.vm.arch.clock).change_tsc(self.clock_number, &mut self.tsc, change) {
             self.vm.clock_pages_changed();
         }
         if let Some(mut lapic) = self.common.lapic() {
@@ -238,7 +239,7 @@ impl VcpuMachine {
     /// memory.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
-        self.store(index::KVM_SYSTEM_TIME_NEW, 0);
+        self.set_kvmclock(0);
         self.store(index::KVM_PV_EOI, 0);
         self.pv_eoi_offered = false;
         self.store(index::KVM_ASYNC_PF_EN, 0);
@@ -303,79 +304,5 @@ impl VcpuMachine {
         self.common
             .client
             .set_deadline(deadline.map(|at| self.vm.arch.clock.instant(at)));
-    }
-
-    /// Makes the run loop write the pages of kvmclock and of Hyper-V's reference clock again before the guest
-    /// continues.
-    pub(crate) fn clock_page_changed(&mut self) {
-        self.clock_changed = true;
-        self.vm.arch.hyperv.clock_changed();
-        self.common.attention.raise(bits::RETRY);
-    }
-
-    pub(crate) fn wall_clock_wanted(&mut self) {
-        self.wall_clock_wanted = true;
-        self.common.attention.raise(bits::RETRY);
-    }
-
-    /// Carries out `KVM_KVMCLOCK_CTRL`. Returns `false` if the guest does not use the clock.
-    pub(crate) fn mark_guest_paused(&mut self) -> bool {
-        let uses = self.msr(index::KVM_SYSTEM_TIME_NEW) & 1 != 0;
-        if uses {
-            self.guest_paused = true;
-            self.clock_page_changed();
-        }
-        uses
-    }
-
-    /// Reads an aligned 32-bit word of guest memory. Returns 0 if there is no memory.
-    fn read_guest_half(&mut self, at: u64) -> u32 {
-        let word = self.read_guest_word(at & !7).unwrap_or(0);
-        (word >> (8 * (at % 8))) as u32
-    }
-
-    /// Writes the pages of the paravirtual clocks that have changed. Call before the vCPU executes guest code, after
-    /// [`bits::RETRY`] was cleared, inside the engine's reader section. Skips a page that is not memory.
-    pub(crate) fn write_clocks(&mut self) {
-        if self.vm.arch.clock.is_updating() {
-            self.outside(|machine| machine.vm.arch.clock.wait_for_update());
-        }
-        self.write_tsc_page();
-        let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-        // A client that resets the MSR to 0 does not ask for a page.
-        if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
-            let start = self.vm.arch.clock.boot_time();
-            let mut page = [0; 12];
-            page[0..4].copy_from_slice(&2u32.to_le_bytes());
-            page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
-            page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
-            self.wall_clock_wanted = !self.write_guest(address, &page) && self.is_called_out();
-        }
-        let set = self.vm.arch.clock.changes();
-        let was_set = std::mem::replace(&mut self.clock_set, set) != set;
-        let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
-        if std::mem::take(&mut self.clock_changed) || was_set || is_due {
-            self.clock_due = None;
-            let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
-            if msr & 1 != 0 {
-                let at = msr & !1;
-                // The new version is greater than the version in guest memory. So if a guest was migrated while it read
-                // the page, it notices the change.
-                let odd = self.read_guest_half(at).wrapping_add(1) | 1;
-                // As in KVM, the page reports the pause until the guest has cleared the flag.
-                let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
-                let parameters = self.vm.arch.clock.parameters(&self.tsc);
-                let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
-                // The version is odd while the other fields change, so that readers on other vCPUs try again.
-                let written = self.write_guest(at, &odd.to_le_bytes())
-                    && self.write_guest(at.wrapping_add(4), &page[4..])
-                    && self.write_guest(at, &page[..4]);
-                // If a signal has interrupted the wait for guest memory, the page has to be written later. Otherwise
-                // the guest would keep using the old page.
-                self.clock_changed = !written && self.is_called_out();
-                self.guest_paused &= self.clock_changed;
-                self.clock_due = self.vm.arch.clock.refresh(&parameters);
-            }
-        }
     }
 }

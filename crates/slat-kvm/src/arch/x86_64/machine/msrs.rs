@@ -348,7 +348,7 @@ pub(crate) fn write_machine(
             }
         }
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
-            machine.store(KVM_SYSTEM_TIME_NEW, value);
+            machine.set_kvmclock(value);
             machine.clock_page_changed();
         }
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
