@@ -1,6 +1,6 @@
 /*
  * What a C program can expect of libslat: an invalidation keeps a running vCPU away from the memory, unmapped memory ends KVM_RUN with
- * EFAULT, a signal ends it with EINTR. Prints the time of an exit.
+ * EFAULT, a signal ends it with EINTR, a reader of the dirty log finds the page that the guest has written. Prints the time of an exit.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -164,12 +164,40 @@ static void interrupt(void)
     end(&guest);
 }
 
+static void read_log(void)
+{
+    /* inc word [DATA]; out dx, al */
+    static const char code[] = "\xff\x06\x00\x30\xee";
+    struct guest guest = begin(code, sizeof code);
+    struct kvm_create_device reader = { .type = KVM_DEV_TYPE_SLAT_LOG_READER };
+    struct slat_dirty_range range[MEMORY / PAGE];
+    struct slat_dirty_ranges ranges = { .count = MEMORY / PAGE, .ranges = (uintptr_t)range };
+    struct kvm_device_attr epoch = { .group = KVM_DEV_SLAT_LOG_READER_EPOCH, .attr = KVM_DEV_SLAT_LOG_READER_BEGIN };
+    struct kvm_device_attr pages = { .group = KVM_DEV_SLAT_LOG_READER_RANGES, .addr = (uintptr_t)&ranges };
+
+    CHECK(slat_ioctl(guest.vm, KVM_CREATE_DEVICE, &reader) == 0);
+    CHECK(slat_ioctl(guest.vcpu, KVM_RUN, 0) == 0);
+    CHECK(slat_ioctl(reader.fd, KVM_SET_DEVICE_ATTR, &epoch) == 0);
+    CHECK(slat_ioctl(reader.fd, KVM_GET_DEVICE_ATTR, &pages) == 0);
+    /* The last one is the page of the data; the page of the code may be in the log, too. */
+    CHECK(ranges.count >= 1 && ranges.count <= 2);
+    struct slat_dirty_range *last = &range[ranges.count - 1];
+    CHECK(last->slot == 0 && last->gfn == DATA / PAGE && last->pages == 1);
+    CHECK(last->userspace_addr == (uintptr_t)guest.memory + DATA && ranges.gfn == last->gfn + 1);
+    epoch.attr = KVM_DEV_SLAT_LOG_READER_COMMIT;
+    CHECK(slat_ioctl(reader.fd, KVM_SET_DEVICE_ATTR, &epoch) == 0);
+    CHECK(slat_ioctl(reader.fd, KVM_SET_DEVICE_ATTR, &epoch) == -1 && errno == EINVAL);
+    CHECK(slat_close(reader.fd) == 0);
+    end(&guest);
+}
+
 int main(void)
 {
     /* A check that waits for ever ends here. */
     alarm(30);
     change_memory();
     interrupt();
+    read_log();
     time_exits();
     return 0;
 }

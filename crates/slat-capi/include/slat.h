@@ -33,6 +33,41 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+/**
+ * The type of the device of KVM_CREATE_DEVICE that reads the dirty logs of a VM besides the client, and the groups and attributes of
+ * KVM_SET_DEVICE_ATTR and KVM_GET_DEVICE_ATTR (docs/run.md, "Several readers of the dirty log").
+ */
+#define KVM_DEV_TYPE_SLAT_LOG_READER 0x736c0001u
+#define KVM_DEV_SLAT_LOG_READER_EPOCH 0
+#define KVM_DEV_SLAT_LOG_READER_BEGIN 0
+#define KVM_DEV_SLAT_LOG_READER_COMMIT 1
+#define KVM_DEV_SLAT_LOG_READER_ABORT 2
+#define KVM_DEV_SLAT_LOG_READER_RANGES 1
+
+/**
+ * The request for the dirty pages of an epoch: `addr` of attribute 0 of the group KVM_DEV_SLAT_LOG_READER_RANGES.
+ */
+struct slat_dirty_ranges {
+  uint64_t gfn;           /**< In: the first frame of interest. Out: where the next request continues. */
+  uint32_t address_space; /**< In and out: the address space of that frame. */
+  uint32_t count;         /**< In: elements at `ranges`. Out: elements written; fewer than asked for if there are no more dirty pages. */
+  uint64_t min_gap;       /**< Runs with fewer clean pages between them are one range. */
+  uint64_t max_pages;     /**< The greatest number of pages of a range; 0 means any number. */
+  uint64_t ranges;        /**< The address of an array of `struct slat_dirty_range`. */
+};
+
+/**
+ * Pages that were written, all of one memslot.
+ */
+struct slat_dirty_range {
+  uint32_t slot;           /**< The memslot's number; the upper 16 bits are the address space. */
+  uint32_t padding;        /**< 0. */
+  uint64_t gfn;            /**< The first guest frame. */
+  uint64_t pages;          /**< The number of pages. */
+  uint64_t userspace_addr; /**< The address of the first page. */
+};
+
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus

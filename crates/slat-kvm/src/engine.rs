@@ -8,12 +8,14 @@ use crate::messages;
 use slat::format::Entry;
 use slat::guest_walk::GuestPaging;
 use slat::{
-    Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Gfn, Gpa,
-    HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind, OutOfMemory, Policy,
-    Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
+    Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRange,
+    DirtyRing, Gfn, Gpa, HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind,
+    OutOfMemory, Policy, Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage,
+    VirtualStop,
 };
 use slat_host::userfault::Userfaults;
 use slat_host::{HostPlatform, page_size};
+use std::fmt::{self, Debug, Formatter};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -79,6 +81,11 @@ macro_rules! formats {
             $($(#[$doc])* $variant(slat::Vcpu<HostPlatform<$shift>, $format>),)*
         }
 
+        /// The engine's reader of dirty logs.
+        pub enum EngineLogReader {
+            $($(#[$doc])* $variant(slat::LogReader<HostPlatform<$shift>, $format>),)*
+        }
+
         /// An invalidation in progress. Dropping this value ends the invalidation.
         #[must_use]
         pub enum EngineInvalidation<'a> {
@@ -130,6 +137,16 @@ macro_rules! formats {
             pub fn create_vcpu(&self) -> Result<EngineVcpu, OutOfMemory> {
                 Ok(match self {
                     $(EngineVm::$variant(vm) => EngineVcpu::$variant(vm.create_vcpu()?),)*
+                })
+            }
+
+            /// Makes a reader of this VM's dirty logs.
+            ///
+            /// # Errors
+            /// [`OutOfMemory`].
+            pub(crate) fn log_reader(&self) -> Result<EngineLogReader, OutOfMemory> {
+                Ok(match self {
+                    $(EngineVm::$variant(vm) => EngineLogReader::$variant(vm.log_reader()?),)*
                 })
             }
 
@@ -185,6 +202,59 @@ fn not_created(error: CreateVmError) -> Error {
     match error {
         CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
         _ => no_memory(error),
+    }
+}
+
+impl EngineLogReader {
+    /// Begins an epoch and leaves it open. Returns the epoch's number.
+    pub(crate) fn begin(&mut self) -> u64 {
+        each!(EngineLogReader, self, reader => {
+            let epoch = reader.begin();
+            let number = epoch.number();
+            epoch.leave_open();
+            number
+        })
+    }
+
+    /// Ends the open epoch by a commit or an abort. Returns `false` if there is none.
+    pub(crate) fn end(&mut self, commits: bool) -> bool {
+        each!(EngineLogReader, self, reader => match reader.open_epoch() {
+            Some(epoch) if commits => epoch.commit(),
+            Some(epoch) => epoch.abort(),
+            None => return false,
+        });
+        true
+    }
+
+    /// Calls `visit` for the dirty pages of the open epoch, beginning with a frame of an address space, until `visit`
+    /// returns `false` or an error, which is returned. `None`: there is no open epoch.
+    pub(crate) fn each_range(
+        &mut self,
+        (space, gfn): (usize, Gfn),
+        min_gap: u64,
+        max_pages: u64,
+        visit: &mut dyn FnMut(DirtyRange) -> errno::Result<bool>,
+    ) -> Option<errno::Result<()>> {
+        each!(EngineLogReader, self, reader => {
+            let epoch = reader.open_epoch()?;
+            let mut ranges = epoch.dirty_ranges_from(space, gfn, min_gap, max_pages);
+            let visited = loop {
+                match ranges.next().map(&mut *visit) {
+                    Some(Ok(true)) => {}
+                    Some(Err(error)) => break Err(error),
+                    Some(Ok(false)) | None => break Ok(()),
+                }
+            };
+            drop(ranges);
+            epoch.leave_open();
+            Some(visited)
+        })
+    }
+}
+
+impl Debug for EngineLogReader {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineLogReader").finish_non_exhaustive()
     }
 }
 

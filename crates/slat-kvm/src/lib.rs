@@ -43,6 +43,7 @@
 //! | | [`publish`] | shows this process's VMs to `slat stat` (their counters) and to `slat map` (how their memory is mapped) |
 //! | | [`filters`] | seccomp filters of the client |
 //! | objects | `vm`, `system` | VMs and their calls; calls of `/dev/kvm` |
+//! | | `log_reader` | readers of the dirty logs, besides the client |
 //! | | `device` | devices |
 //! | | `vcpu` | vCPUs and their calls |
 //! | calls | `run` | `KVM_RUN` |
@@ -135,6 +136,7 @@ mod ioeventfd;
 mod irq;
 mod irqfd;
 mod last_thread;
+mod log_reader;
 mod prefault;
 mod recovery;
 mod requests;
@@ -161,6 +163,7 @@ pub use arch::for_other_crates::*;
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
 pub use kvm_ioctls::{Cap, HypercallExit, IoEventAddress, KvmRunWrapper, NoDatamatch, VcpuExit};
+pub use log_reader::{DirtyRange, LogReader};
 pub use run::watch_signals;
 use slat_host::process;
 pub use thread::signal_arrived;

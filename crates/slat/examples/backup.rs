@@ -52,7 +52,7 @@ impl Copy {
 
 /// Brings `copy` up to date. If `fails`, the second write fails.
 fn follow(
-    reader: &mut LogReader<'_, PlainMemory, Ept>,
+    reader: &mut LogReader<PlainMemory, Ept>,
     host: &PlainMemory,
     copy: &mut Copy,
     fails: bool,

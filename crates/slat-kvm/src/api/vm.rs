@@ -5,6 +5,7 @@ use super::{StatsFd, VcpuFd};
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
 use crate::ioctl::Object;
+use crate::log_reader::LogReader;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use kvm_ioctls::{Cap, IoEventAddress};
@@ -105,6 +106,15 @@ impl VmFd {
     /// `EIO` in a forked child.
     pub fn is_marked_dirty(&self, space: usize, address: u64) -> Result<bool> {
         self.vm.is_marked_dirty(space, address)
+    }
+
+    /// Makes a reader of all dirty logs of the VM, with epochs of its own. kvm-ioctls has no such method. A program that
+    /// uses the system-call interface creates a device instead (`docs/run.md`, "Several readers of the dirty log").
+    ///
+    /// # Errors
+    /// `ENOMEM`; `EIO` in a forked child.
+    pub fn log_reader(&self) -> Result<LogReader> {
+        LogReader::new(&self.vm)
     }
 
     /// Carries out `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many ring entries were reset.

@@ -13,6 +13,7 @@ mod guest_debug;
 mod harvest;
 mod hyperv;
 mod interrupts;
+mod log_reader;
 mod msr_exits;
 mod msrs;
 mod nested;

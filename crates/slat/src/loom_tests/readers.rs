@@ -12,10 +12,10 @@ use crate::addr::{Access::*, Gpa, Level, PAGE_SIZE};
 use crate::vm::LogReader;
 use crate::{Change, DirtyLogMethod, Region, Setting};
 
-type Reader<'a> = LogReader<'a, Machine, Small<2>>;
+type Reader = LogReader<Machine, Small<2>>;
 
 /// Makes an epoch of `reader`, and returns whether page 0 is in it.
-fn is_dirty(reader: &mut Reader<'_>) -> bool {
+fn is_dirty(reader: &mut Reader) -> bool {
     let epoch = reader.begin();
     let dirty = epoch.pages() > 0;
     epoch.commit();

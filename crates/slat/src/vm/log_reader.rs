@@ -30,6 +30,7 @@
 //! * *A slot that is deleted* takes its marks with it: there is nothing to copy any more.
 
 use core::iter::FusedIterator;
+use core::mem;
 use core::ops::Range;
 
 use super::slot_op::SlotOp;
@@ -41,6 +42,7 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::slots::{Edit, Memslot, SlotFlags, SlotsChange};
 use crate::sync::atomic::Ordering::*;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 /// The readers of a VM's dirty logs, besides the client.
@@ -59,22 +61,33 @@ impl ReaderList {
     }
 }
 
-/// A reader of all dirty logs of a VM, with epochs of its own ([`Vm::log_reader`]). Dropping it ends the logging of
-/// memslots that log only for readers, if it is the last one.
+/// A reader of all dirty logs of a VM, with epochs of its own ([`Vm::log_reader`]). It keeps the VM alive. Dropping the
+/// reader ends the logging of memslots that log only for readers, if it is the last one.
 ///
 /// The methods wait for slot changes and flushes, like [`Vm::get_dirty_log`]. Neither call them nor drop the reader for
 /// a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
-pub struct LogReader<'a, P: Platform, F: Format> {
-    vm: &'a Vm<P, F>,
+pub struct LogReader<P: Platform, F: Format> {
+    vm: Arc<Vm<P, F>>,
     id: ReaderId,
     epochs: u64,
+    /// Whether an epoch was left open ([`Epoch::leave_open`]).
+    is_open: bool,
 }
 
 /// The pages that were written up to [`LogReader::begin`], and since the reader's last epoch that was committed.
 #[must_use = "dropping an epoch aborts it"]
-pub struct Epoch<'r, 'a, P: Platform, F: Format> {
-    reader: &'r mut LogReader<'a, P, F>,
-    committed: bool,
+pub struct Epoch<'r, P: Platform, F: Format> {
+    reader: &'r mut LogReader<P, F>,
+    end: EpochEnd,
+}
+
+/// How an [`Epoch`] ends when it is dropped.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EpochEnd {
+    Commit,
+    Abort,
+    /// It does not end ([`Epoch::leave_open`]).
+    Open,
 }
 
 /// Pages that were written ([`Epoch::dirty_ranges`]).
@@ -129,7 +142,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// # Errors
     /// [`OutOfMemory`]: there is no memory for the bitmaps of all memslots, or to change a memslot. No reader was made.
-    pub fn log_reader(&self) -> Result<LogReader<'_, P, F>, OutOfMemory> {
+    pub fn log_reader(self: &Arc<Self>) -> Result<LogReader<P, F>, OutOfMemory> {
         let mut list = self.log_readers.lock(self.turn_wait());
         list.ids.try_reserve(1).map_err(|_| OutOfMemory)?;
         let id = list.last.next();
@@ -139,9 +152,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         drop(list);
         // If there is no memory, dropping the reader removes it from the logs.
         let reader = LogReader {
-            vm: self,
+            vm: self.clone(),
             id,
             epochs: 0,
+            is_open: false,
         };
         for space in &self.spaces {
             self.add_log_reader(space, id)?;
@@ -226,7 +240,7 @@ impl SlotsChange<'_> {
     }
 }
 
-impl<'a, P: Platform, F: Format> LogReader<'a, P, F> {
+impl<P: Platform, F: Format> LogReader<P, F> {
     /// Begins an epoch: harvests the logs of all memslots, and protects the pages in them, so that the next write to
     /// each is in a later epoch.
     ///
@@ -234,18 +248,29 @@ impl<'a, P: Platform, F: Format> LogReader<'a, P, F> {
     /// call is in a later epoch. (If another vCPU is still in the fault that has made a page writable,
     /// its write is in the next epoch.) Costs what [`Vm::get_dirty_log`] costs for each memslot: two words are read for
     /// 64 pages that were not written, and each page that was is protected.
-    pub fn begin<'r>(&'r mut self) -> Epoch<'r, 'a, P, F> {
+    ///
+    /// An epoch that was left open is aborted first.
+    pub fn begin(&mut self) -> Epoch<'_, P, F> {
+        drop(self.open_epoch());
         self.harvest();
         self.epochs += 1;
         Epoch {
             reader: self,
-            committed: false,
+            end: EpochEnd::Abort,
         }
+    }
+
+    /// Returns the epoch that was left open by [`Epoch::leave_open`]. `None`: there is none.
+    pub fn open_epoch(&mut self) -> Option<Epoch<'_, P, F>> {
+        mem::take(&mut self.is_open).then(|| Epoch {
+            reader: self,
+            end: EpochEnd::Abort,
+        })
     }
 
     /// Adds the pages in all logs, and those that other readers have harvested, to the reader's epoch.
     fn harvest(&self) {
-        let vm = self.vm;
+        let vm = &*self.vm;
         if vm.has_walker_buffers() {
             vm.drain_walkers();
         }
@@ -276,13 +301,13 @@ impl<'a, P: Platform, F: Format> LogReader<'a, P, F> {
     }
 }
 
-impl<P: Platform, F: Format> Drop for LogReader<'_, P, F> {
+impl<P: Platform, F: Format> Drop for LogReader<P, F> {
     fn drop(&mut self) {
         self.vm.remove_log_reader(self.id);
     }
 }
 
-impl<P: Platform, F: Format> Epoch<'_, '_, P, F> {
+impl<P: Platform, F: Format> Epoch<'_, P, F> {
     /// Returns the number of the epoch: 1 for the first one of its reader. A number is not used again if the epoch is
     /// aborted.
     pub fn number(&self) -> u64 {
@@ -307,11 +332,22 @@ impl<P: Platform, F: Format> Epoch<'_, '_, P, F> {
         min_gap: u64,
         max: u64,
     ) -> impl FusedIterator<Item = DirtyRange> + use<'_, P, F> {
+        self.dirty_ranges_from(0, Gfn(0), min_gap, max)
+    }
+
+    /// Like [`Self::dirty_ranges`], but begins with frame `gfn` of address space `space`.
+    pub fn dirty_ranges_from(
+        &self,
+        space: usize,
+        gfn: Gfn,
+        min_gap: u64,
+        max: u64,
+    ) -> impl FusedIterator<Item = DirtyRange> + use<'_, P, F> {
         Ranges {
-            vm: self.reader.vm,
+            vm: &self.reader.vm,
             id: self.reader.id,
-            space: 0,
-            at: Gfn(0),
+            space,
+            at: gfn,
             min_gap,
             max: max.max(1),
         }
@@ -319,16 +355,25 @@ impl<P: Platform, F: Format> Epoch<'_, '_, P, F> {
 
     /// Ends the epoch: its pages were handled, and are in no later epoch unless they are written again.
     pub fn commit(mut self) {
-        self.committed = true;
+        self.end = EpochEnd::Commit;
     }
 
     /// Ends the epoch like a drop: its pages are in the reader's next epoch, too.
     pub fn abort(self) {}
+
+    /// Keeps the epoch for [`LogReader::open_epoch`], for a program that cannot hold the borrow of the reader until the
+    /// end of the epoch.
+    pub fn leave_open(mut self) {
+        self.end = EpochEnd::Open;
+    }
 }
 
-impl<P: Platform, F: Format> Drop for Epoch<'_, '_, P, F> {
+impl<P: Platform, F: Format> Drop for Epoch<'_, P, F> {
     fn drop(&mut self) {
-        self.reader.end_epoch(!self.committed);
+        match self.end {
+            EpochEnd::Open => self.reader.is_open = true,
+            end => self.reader.end_epoch(end == EpochEnd::Abort),
+        }
     }
 }
 

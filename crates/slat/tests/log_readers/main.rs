@@ -55,7 +55,7 @@ fn write<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfns: impl IntoIterator<Ite
     vcpu.leave();
 }
 
-fn gfns_of<F: Format>(epoch: &Epoch<'_, '_, SimPlatform, F>) -> Gfns {
+fn gfns_of<F: Format>(epoch: &Epoch<'_, SimPlatform, F>) -> Gfns {
     let ranges = epoch.dirty_ranges(0, u64::MAX);
     ranges
         .flat_map(|range| range.gfns.start.0..range.gfns.end.0)
@@ -63,7 +63,7 @@ fn gfns_of<F: Format>(epoch: &Epoch<'_, '_, SimPlatform, F>) -> Gfns {
 }
 
 /// The next epoch of `reader`, committed.
-fn next<F: Format>(reader: &mut LogReader<'_, SimPlatform, F>) -> Gfns {
+fn next<F: Format>(reader: &mut LogReader<SimPlatform, F>) -> Gfns {
     let epoch = reader.begin();
     let gfns = gfns_of(&epoch);
     assert_eq!(epoch.pages(), gfns.len() as u64);

@@ -96,7 +96,7 @@ struct Run<'a, F: Format> {
     client: Client,
 }
 
-type Readers<'a, F> = [Option<LogReader<'a, SimPlatform, F>>; READERS];
+type Readers<F> = [Option<LogReader<SimPlatform, F>>; READERS];
 
 fn gfns(region: &Region) -> std::ops::Range<u64> {
     let base = region.gpa.0 >> 12;
@@ -107,9 +107,9 @@ fn logs(region: &Region) -> bool {
     region.flags == LOGGED
 }
 
-impl<'a, F: Format> Run<'a, F> {
+impl<F: Format> Run<'_, F> {
     /// Makes `n` random operations.
-    fn steps(&mut self, readers: &mut Readers<'a, F>, n: u64) {
+    fn steps(&mut self, readers: &mut Readers<F>, n: u64) {
         for _ in 0..n {
             match self.rng.below(20) {
                 0..8 => self.write(),
@@ -380,7 +380,7 @@ impl<'a, F: Format> Run<'a, F> {
     }
 
     /// A reader is made, or dropped.
-    fn come_or_go(&mut self, readers: &mut Readers<'a, F>) {
+    fn come_or_go(&mut self, readers: &mut Readers<F>) {
         let i = self.rng.below(READERS as u64) as usize;
         if readers[i].take().is_some() {
             self.told[i] = None;
@@ -391,7 +391,7 @@ impl<'a, F: Format> Run<'a, F> {
     }
 
     /// A reader has an epoch, during which `n` other operations are made.
-    fn epoch(&mut self, readers: &mut Readers<'a, F>, n: u64) {
+    fn epoch(&mut self, readers: &mut Readers<F>, n: u64) {
         let i = self.rng.below(READERS as u64) as usize;
         let Some(mut reader) = readers[i].take() else {
             return;
@@ -401,6 +401,9 @@ impl<'a, F: Format> Run<'a, F> {
         told.epoch = std::mem::take(&mut told.pending);
         self.compare(i, &gfns_of(&epoch));
         self.steps(readers, n);
+        // The reader may be used by another call between.
+        epoch.leave_open();
+        let epoch = reader.open_epoch().expect("it was left open");
         self.compare(i, &gfns_of(&epoch));
         self.check_ranges(&epoch);
         let told = self.told[i].as_mut().expect("the reader lives");
@@ -413,7 +416,7 @@ impl<'a, F: Format> Run<'a, F> {
             }
             _ => {
                 // The reader dies in its epoch.
-                drop(epoch);
+                epoch.leave_open();
                 drop(reader);
                 self.told[i] = None;
                 return;
@@ -430,12 +433,13 @@ impl<'a, F: Format> Run<'a, F> {
         assert!(more.is_empty(), "reader {i} was told of {more:x?}");
     }
 
-    fn check_ranges(&mut self, epoch: &slat::Epoch<'_, 'a, SimPlatform, F>) {
+    fn check_ranges(&mut self, epoch: &slat::Epoch<'_, SimPlatform, F>) {
         let (min_gap, max) = (self.rng.below(9), 1 + self.rng.below(80));
-        let dirty = gfns_of(epoch);
+        let mut dirty = gfns_of(epoch);
         let mut covered = Gfns::new();
-        let mut end = 0;
-        for range in epoch.dirty_ranges(min_gap, max) {
+        let mut end = self.rng.below(100);
+        dirty.retain(|gfn| *gfn >= end);
+        for range in epoch.dirty_ranges_from(0, Gfn(end), min_gap, max) {
             let gfns = range.gfns.start.0..range.gfns.end.0;
             assert!(end <= gfns.start && gfns.end - gfns.start <= max);
             assert!(dirty.contains(&gfns.start) && dirty.contains(&(gfns.end - 1)));
