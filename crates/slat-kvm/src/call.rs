@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct Life {
     birth: Birth,
-    /// Whether a call has panicked, or lost the guest's state. A vCPU that runs learns it by its attention word, which
-    /// orders this store and the vCPU's load.
+    /// Whether a call has panicked, or lost the guest's state. A running vCPU notices the change through its attention
+    /// word, which also orders this store before the vCPU's load.
     dead: AtomicBool,
 }
 

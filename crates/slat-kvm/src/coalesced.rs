@@ -44,7 +44,7 @@ impl Coalesced {
         })
     }
 
-    /// Maps the ring's page at `address`, too. The ring's other mappings stay.
+    /// Maps the ring's page also at `address`. The ring's other mappings stay.
     ///
     /// # Errors
     /// The host's error for the mapping.

@@ -8,8 +8,8 @@ use std::time::Duration;
 /// The number of buckets of a histogram, as in KVM.
 pub(crate) const BUCKETS: usize = 32;
 
-/// Defines `Exits`: the counters of one vCPU, under the names that KVM has for the architecture. Neutral code counts
-/// three of them, so every architecture must define these: `exits`, `signal_exits` and `tlb_flush`.
+/// Defines `Exits`: the counters of one vCPU, under the names that KVM has for the architecture. Architecture-neutral
+/// code counts three of them, so every architecture must define `exits`, `signal_exits` and `tlb_flush`.
 macro_rules! exits {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one vCPU, under KVM's names.

@@ -55,7 +55,8 @@ macro_rules! formats {
                 }
             }
 
-            /// Whether the entries for tables have the right to write, so that they protect all pages below them.
+            /// Whether entries that refer to tables have a bit that allows writes, so that one such entry can
+            /// write-protect all pages below it.
             pub fn protects_from_above(self) -> bool {
                 match self {
                     $(TableFormat::$variant => <$format as slat::Format>::TABLE_WRITE != 0,)*
@@ -192,12 +193,12 @@ fn check_pages(format: TableFormat, bytes: usize) -> errno::Result<()> {
     fail(libc::EINVAL)
 }
 
-/// Returns the error of a VM whose platform was not set up.
+/// Converts the host's error for setting up a VM's platform to an error of the API.
 fn no_platform(error: std::io::Error) -> Error {
     Error::new(error.raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// Returns the error of a VM that was not created.
+/// Converts the engine's error for creating a VM to an error of the API.
 fn not_created(error: CreateVmError) -> Error {
     match error {
         CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),

@@ -6,7 +6,7 @@ use kvm_bindings::*;
 use slat::{Gpa, Stop};
 use slat_host::page_size;
 
-/// An access to memory that only the client can make possible.
+/// A fault of an access to guest memory, which only the client can resolve.
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryFault {
     pub(crate) gpa: Gpa,

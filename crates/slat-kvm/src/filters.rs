@@ -14,7 +14,7 @@ use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticke
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
-/// A mark that this process has used KVM: [`USED`] has a value then.
+/// The type of [`USED`], which has a value once this process has used KVM.
 #[derive(Debug, Default)]
 struct Used;
 

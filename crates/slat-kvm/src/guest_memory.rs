@@ -147,7 +147,7 @@ impl GuestMemory {
                 messages::explain(&stop);
                 Unreachable::OutOfMemory
             }
-            // `BadAddress` with any other error.
+            // For any other reason, the client's memory is not accessible.
             _ => {
                 messages::explain(&stop);
                 Unreachable::BadAddress

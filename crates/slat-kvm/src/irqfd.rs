@@ -92,8 +92,8 @@ impl IrqFd {
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
     /// Whether the VM has ever had resampled irqfds. If not, EOIs do not look at the list. The flag never changes back
-    /// to `false`. It needs no order: a thread gets an interrupt of a resampled irqfd under the lock of the service, or
-    /// by a call that the client makes after `KVM_IRQFD`.
+    /// to `false`. Relaxed accesses are enough: before a thread can see an interrupt of a resampled irqfd, it has
+    /// acquired the lock of the service, or the client has called it after `KVM_IRQFD`.
     resampled: AtomicBool,
 }
 

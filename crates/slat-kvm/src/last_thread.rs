@@ -32,7 +32,7 @@ struct Watcher {
 #[derive(Debug)]
 struct Observer {
     /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;
-    /// [`UNKNOWN`] if the value is unknown. One word, which means the same by itself: it needs no order.
+    /// [`UNKNOWN`] if the value is unknown. Accesses need no memory order, because no other data depends on this value.
     status: AtomicU32,
 }
 

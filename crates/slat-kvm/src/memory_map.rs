@@ -95,7 +95,7 @@ impl Cell {
         ]
     }
 
-    /// Makes a cell from its [values](Self::values).
+    /// Makes this struct from the numbers that [`values`](Self::values) returns.
     pub fn from_values(values: [u64; Self::NAMES.len()]) -> Self {
         let [
             small,

@@ -66,8 +66,8 @@ pub fn live() -> Vec<Arc<EngineVm>> {
 /// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the
 /// change. After this has returned, no vCPU uses an old translation.
 ///
-/// Waits until every running vCPU has reached the end of a block. So the caller must not hold a lock that a running
-/// vCPU may wait for.
+/// Waits until every running vCPU has reached the end of a block of guest code. So the caller must not hold a lock that
+/// a running vCPU may wait for.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
     around_all(&[range], change)
 }

@@ -131,7 +131,7 @@ pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
-    /// The MMU that makes these tables.
+    /// The MMU that makes second-level tables.
     pub mmu: MmuKind,
     /// The policies of the architecture's CPUs.
     pub cpu: CpuPolicies,

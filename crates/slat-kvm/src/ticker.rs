@@ -275,8 +275,9 @@ impl Client {
         self.executes.store(false, Ordering::Release);
     }
 
-    /// Whether the vCPU executes now. If not, it finds all bits that were raised before this call before its guest's
-    /// next access: it records that it executes, and then reads the attention word, both sequentially consistently.
+    /// Whether the vCPU executes now. If not, the vCPU sees all bits that were raised before this call, and sees them
+    /// before its guest's next access to memory. The reason: the vCPU first records that it executes, and then reads
+    /// the attention word, and both accesses are sequentially consistent.
     pub(crate) fn is_executing(&self) -> bool {
         self.executes.load(Ordering::SeqCst)
     }

@@ -160,8 +160,8 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
 }
 
 /// Repeats a guarded access until it succeeds, or fails for a reason other than a kick. Such a failure means that the
-/// client's memory is not mapped. A kick does not: it may be meant for a vCPU that this thread ran earlier, or is about
-/// to leave.
+/// client's memory is not mapped. A kick says nothing about the memory: it may be meant for a vCPU that this thread ran
+/// earlier, or is about to leave.
 ///
 /// Accesses are short (at most [`PART`] bytes), so an access has the time to succeed between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {

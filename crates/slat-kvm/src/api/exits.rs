@@ -20,7 +20,8 @@ macro_rules! exit {
     };
 }
 
-/// Returns the exit that the pages describe. `page` is mapped by the vCPU that the caller borrows for `'a`.
+/// Converts the exit in `kvm_run` to the type of kvm-ioctls. `page` is the mapping of a vCPU that the caller borrows
+/// for `'a`.
 pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
     match run(page).exit_reason {
         KVM_EXIT_UNKNOWN => VcpuExit::Unknown,
@@ -64,8 +65,8 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
     }
 }
 
-/// Returns `KVM_EXIT_MEMORY_FAULT` if `kvm_run` has this exit: `KVM_RUN` returns no other exit together with an error.
-/// Otherwise returns `error`.
+/// Returns the result of a `KVM_RUN` that has failed with `error`: the exit `KVM_EXIT_MEMORY_FAULT` if `kvm_run` has
+/// this exit, otherwise `error`. `KVM_RUN` returns no other exit together with an error.
 pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>> {
     let faulted = [libc::EFAULT, libc::EHWPOISON].contains(&error.errno());
     if !faulted || run(page).exit_reason != KVM_EXIT_MEMORY_FAULT {

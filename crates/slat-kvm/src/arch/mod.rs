@@ -1,7 +1,7 @@
 //! The architecture of the guests. As with KVM, it is the architecture of the program that creates the VMs.
 //!
-//! Only this file has conditional compilation by architecture. Every other file is neutral, or is in the folder of its
-//! architecture. Neutral files use the items that this file names, and no other item of an architecture
+//! Only this file has conditional compilation by architecture. Every other file is architecture-neutral, or is in the
+//! folder of its architecture. Neutral files use the items that this file names, and no other item of an architecture
 //! (`crates/slat/tests/architecture/arch.rs`). All calls are dispatched statically.
 //!
 //! # What an architecture provides
@@ -28,8 +28,8 @@
 //! | the Rust API | `exit` for the exits that not every architecture has, `for_clients` | of `Kvm`: `create_vm`; kvm-ioctls' methods that only this architecture has |
 //! | slat's other crates | `for_other_crates`, with `perf` | |
 //!
-//! If an architecture does not have some part yet, the part's type has no values, and the part's methods consist of
-//! `match *self {}`.
+//! If an architecture does not have some part yet, the part's type is an enum without variants, and the part's methods
+//! consist of `match *self {}`.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

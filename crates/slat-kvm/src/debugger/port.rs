@@ -37,7 +37,7 @@ struct State<T> {
     lent: Option<NonNull<T>>,
     /// The orders that the vCPU's thread has not carried out yet.
     orders: Option<Orders>,
-    /// The probe that has stopped the vCPU. `None`: no probe has, or the debugger knows already.
+    /// The probe that has stopped the vCPU. `None`: no probe has stopped it, or the debugger already knows of the stop.
     hit: Option<ProbeHit>,
 }
 

@@ -142,8 +142,9 @@ impl Session {
         Some(stopped)
     }
 
-    /// Lets the vCPUs continue for which `go` says so. But if one of them has a hit that the debugger does not know
-    /// yet, no vCPU continues, and the next call of [`stopped`](Self::stopped) returns the hit.
+    /// Lets vCPUs continue: `go` chooses the next action of each vCPU by its id. But if one of the vCPUs has hit a
+    /// probe and the debugger does not know of the hit yet, no vCPU continues, and the next call of
+    /// [`stopped`](Self::stopped) returns the hit.
     ///
     /// # Errors
     /// `ENOMEM`: all vCPUs stay held.

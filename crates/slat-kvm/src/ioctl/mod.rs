@@ -184,8 +184,8 @@ fn unknown(request: u32, errno: i32) -> Result<Answer> {
     }
 }
 
-/// Returns the result of a request that neutral code does not know. `answer` is the architecture's answer. `None`: the
-/// architecture does not know the request either, so the result is that of [`unknown`].
+/// Returns the result of a request that architecture-neutral code does not know. `answer` is the architecture's answer.
+/// `None`: the architecture does not know the request either, so the result is that of [`unknown`].
 fn of_arch(answer: Option<i32>, request: u32, errno: i32) -> Result<Answer> {
     match answer {
         Some(answer) => value(answer),

@@ -49,7 +49,7 @@ impl fmt::Write for Writer<'_> {
     }
 }
 
-/// Writes ` value` for each value.
+/// Writes each value, with a space before it.
 pub(super) fn values(to: &mut Writer<'_>, mut values: impl Iterator<Item = u64>) -> fmt::Result {
     values.try_for_each(|value| write!(to, " {value}"))
 }

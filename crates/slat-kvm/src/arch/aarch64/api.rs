@@ -24,7 +24,7 @@ impl Kvm {
     /// # Errors
     /// `EINVAL` for less than 32 bits, and for more bits than [`get_host_ipa_limit`](Self::get_host_ipa_limit) returns.
     pub fn create_vm_with_ipa_size(&self, ipa_size: u32) -> Result<VmFd> {
-        // As in kvm-ioctls, the other bits are ignored.
+        // As in kvm-ioctls, the bits of `ipa_size` outside of this mask are ignored.
         self.create_vm_with_type((ipa_size & KVM_VM_TYPE_ARM_IPA_SIZE_MASK).into())
     }
 }
@@ -58,9 +58,9 @@ impl VmFd {
     /// Carries out `KVM_SET_DEVICE_ATTR` for the VM: chooses what happens to some of the guest's calls of the firmware.
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond
-    /// the last one. `EEXIST` for a function that is chosen already, and for those of Arm's architecture. `EBUSY` after
-    /// a vCPU has run. `ENOMEM`.
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, an empty range of functions,
+    /// or a range beyond the last function. `EEXIST` for a function that an earlier call has chosen, and for a function
+    /// of Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         self.vm.set_attribute(device_attr)
     }
@@ -76,8 +76,8 @@ impl VcpuFd {
         self.vcpu.init(kvi)
     }
 
-    /// Carries out `KVM_HAS_DEVICE_ATTR` for the vCPU, which has the PPIs of its timers, and `KVM_ARM_VCPU_PVTIME_IPA`
-    /// where the host counts stolen time.
+    /// Carries out `KVM_HAS_DEVICE_ATTR` for the vCPU. The attributes are the PPIs of the timers, and
+    /// `KVM_ARM_VCPU_PVTIME_IPA` if the host counts stolen time.
     ///
     /// # Errors
     /// `ENXIO` for another attribute.
@@ -89,14 +89,14 @@ impl VcpuFd {
     /// structure for stolen time.
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64, or no memory, and
-    /// `EEXIST` if it is set. For a PPI, `EINVAL` without GIC and for a number of no PPI, and `EBUSY` after a vCPU has
-    /// run.
+    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64 or no memslot has
+    /// it, and `EEXIST` if the address was set before. For a PPI, `EINVAL` without GIC and for a number that is no PPI,
+    /// and `EBUSY` after a vCPU has run.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         self.vcpu.set_attribute(device_attr)
     }
 
-    /// Carries out `KVM_GET_ONE_REG`: writes the register `reg_id` to `data`. Returns the number of its bytes.
+    /// Carries out `KVM_GET_ONE_REG`: writes the register `reg_id` to `data`. Returns the register's size in bytes.
     ///
     /// # Errors
     /// `ENOEXEC` before [`vcpu_init`](Self::vcpu_init). `ENOENT` for an unknown register. `EINVAL` if `data` has less
@@ -111,7 +111,7 @@ impl VcpuFd {
         Ok(len)
     }
 
-    /// Carries out `KVM_SET_ONE_REG`: sets the register `reg_id` to `data`. Returns the number of its bytes.
+    /// Carries out `KVM_SET_ONE_REG`: sets the register `reg_id` to `data`. Returns the register's size in bytes.
     ///
     /// # Errors
     /// `ENOEXEC` before [`vcpu_init`](Self::vcpu_init). `ENOENT` for an unknown register. `EINVAL` for a value that the

@@ -1,15 +1,16 @@
-//! The interrupt controllers of a VM: a GIC and its ITSs, which `slat-gic` has, under one lock.
+//! The interrupt controllers of a VM: a GIC and its ITSs, under one lock. The crate `slat-gic` implements both.
 //!
 //! # Concurrency
-//! [`Chips::with`] is the only way to the GIC. Before it unlocks the GIC, it stores the lines of each vCPU whose lines
-//! have changed in that vCPU's word ([`VcpuShared::lines`](crate::arch::aarch64::state::VcpuShared)), and then raises
-//! the vCPU's attention bit. A vCPU takes its attention bits before it reads the word, and reads the word each time
-//! before it enters the guest. So a vCPU that has no interrupt takes no lock. The stores, the raising, the taking and
-//! the reading are sequentially consistent: a vCPU that has read an old word finds the bit raised, and leaves the
-//! guest. Stores to one word are ordered by the lock, so the word has the lines that the GIC has.
+//! All accesses to the GIC are made in [`Chips::with`]. When interrupt lines of a vCPU have changed, this function
+//! stores them in that vCPU's word ([`VcpuShared::lines`](crate::arch::aarch64::state::VcpuShared)), then raises the
+//! vCPU's attention bit, and then unlocks the GIC. Each time before a vCPU enters the guest, it clears its attention
+//! bits, and then reads the word. So a vCPU that has no interrupt takes no lock. All four accesses are sequentially
+//! consistent: a vCPU that has read an old word finds the bit raised, and leaves the guest. Stores to one word are
+//! ordered by the lock, so the last store is that of the GIC's present lines.
 //!
 //! A vCPU whose own access changes its lines also gets its attention bit. The processor checks the attention word after
-//! each instruction that can unmask interrupts, so it takes no interrupt that it has acknowledged.
+//! each instruction that can unmask interrupts, so the vCPU does not take an interrupt a second time that it has
+//! already acknowledged.
 
 use crate::arch::aarch64::devices::Device as OnBus;
 use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, most_vcpus};
@@ -70,8 +71,8 @@ pub(crate) struct Chips {
     is_ready: AtomicBool,
     /// The lock that is held while the GIC's MMIO frames are put on the bus.
     setup: Mutex<()>,
-    /// The number of times that the client has written attributes. After that the vCPUs drive their timers' lines
-    /// again.
+    /// The number of times that the client has written attributes of the GIC. When this number has changed, each vCPU
+    /// drives its timers' lines again.
     restores: AtomicU32,
     parts: Mutex<Parts>,
 }
@@ -83,7 +84,7 @@ pub(crate) struct Parts {
     pub(crate) itses: Vec<ItsDevice>,
     /// The vCPUs that the GIC has, by index.
     vcpus: Vec<Shared<VcpuCommon>>,
-    /// The vCPUs whose lines have changed. Kept for its memory.
+    /// The vCPUs whose lines have changed. The vector is kept between calls to reuse its allocation.
     changed: Vec<usize>,
 }
 
@@ -94,9 +95,9 @@ pub(crate) struct Ended(pub(crate) Vec<u32>);
 /// The vCPUs of a VM, in the order of their creation.
 pub(crate) type InOrder = Vec<Shared<VcpuCommon>>;
 
-/// Returns what the GIC knows of the vCPUs.
+/// Returns the ids and the affinities of the vCPUs, as the GIC needs them.
 pub(crate) fn names(vcpus: &InOrder) -> Vec<VcpuName> {
-    // MPIDR_EL1 has Aff3 in the bits 39:32.
+    // MPIDR_EL1 has Aff3 in the bits 39:32, apart from the other three fields in the bits 23:0.
     let packed = |affinity: u64| (affinity >> 32 << 24) as u32 | affinity as u32 & 0xff_ffff;
     let name = |vcpu: &Shared<VcpuCommon>| VcpuName {
         id: vcpu.id,
@@ -105,7 +106,7 @@ pub(crate) fn names(vcpus: &InOrder) -> Vec<VcpuName> {
     vcpus.iter().map(name).collect()
 }
 
-/// Returns the error of KVM that the GIC reports.
+/// Converts an error of the GIC to KVM's error number.
 pub(crate) fn refused(error: slat_gic::error::Error) -> Error {
     Error::new(error.errno())
 }
@@ -167,7 +168,8 @@ impl Parts {
         Some(())
     }
 
-    /// Tells the vCPUs whose lines have changed. `by`: the index of the vCPU that runs on this thread.
+    /// Stores the lines of the vCPUs whose lines have changed, and notifies these vCPUs. Returns the interrupts that
+    /// have ended. `by`: the index of the vCPU that runs on this thread.
     fn publish(&mut self, by: Option<usize>) -> Ended {
         let mut ended = Vec::new();
         let Some(gic) = self.device.as_mut().and_then(Device::gic) else {
@@ -184,7 +186,7 @@ impl Parts {
             let lines = line(signals.irq, LINE_IRQ) | line(signals.fiq, LINE_FIQ);
             vcpu.arch.lines.store(lines, Ordering::SeqCst);
             match by == Some(index) {
-                // This thread does not sleep.
+                // The vCPU runs on this thread, so it does not sleep and needs no wake-up.
                 true => vcpu.attention.raise(bits::IRQ),
                 false => vcpu.notice(),
             }
@@ -218,7 +220,8 @@ impl Chips {
     }
 
     /// Calls `work` with the locked GIC. `by`: the index of the vCPU that runs on this thread and makes the access.
-    /// Returns also the interrupts that have ended, which the caller reports with the GIC unlocked.
+    /// Returns the result of `work`, and the interrupts that have ended, which the caller reports after the GIC is
+    /// unlocked.
     pub(crate) fn with<R>(
         &self,
         by: Option<usize>,
@@ -270,10 +273,10 @@ impl Chips {
         })
     }
 
-    /// Gives a new vCPU its place in the GIC. The VM has `vcpus` vCPUs before.
+    /// Adds a vCPU to the GIC, if there is a GIC. `vcpus`: the number of vCPUs that the VM already has.
     ///
     /// # Errors
-    /// `EBUSY` when the GIC is initialised. `EINVAL` when it can have no more vCPUs, and when frames overlap.
+    /// `EBUSY` when the GIC is initialised. `EINVAL` when the GIC supports no more vCPUs, and when frames overlap.
     pub(crate) fn vcpu_created(&self, vcpus: usize) -> Result<()> {
         let Some(model) = self.model() else {
             return Ok(());
@@ -290,7 +293,8 @@ impl Chips {
         })
     }
 
-    /// Calls `work`, which may initialise the GIC for these vCPUs. Returns also whether it has.
+    /// Calls `work`, which may initialise the GIC for the vCPUs `vcpus`. Returns the result of `work`, and whether
+    /// `work` has initialised the GIC.
     pub(crate) fn initialising<R>(
         &self,
         vcpus: &InOrder,
@@ -307,7 +311,7 @@ impl Chips {
         })
     }
 
-    /// Puts the GIC's MMIO frames on the bus by `work`, unless another vCPU has done it.
+    /// Puts the GIC's MMIO frames on the bus by `work`, unless another vCPU has already put them there.
     ///
     /// # Errors
     /// The errors of `work`.

@@ -7,7 +7,7 @@ use slat_a64::{Compile, Compiler};
 use std::ffi::CStr;
 use std::sync::Arc;
 
-/// The compiler of a process.
+/// The compiler of a process. `None`: the process cannot have one ([`Compiling::WHY_NONE`]).
 pub(crate) struct Compiling(Option<Arc<Compiler>>);
 
 impl Default for Compiling {
@@ -20,7 +20,7 @@ impl Compiling {
     /// The reason why a process may have no compiler.
     pub(crate) const WHY_NONE: &str = "the host has no address space for code, or no membarrier";
 
-    /// Returns when code is compiled; `None`: never.
+    /// Returns when the policy `jit` compiles code. `None`: never.
     pub(crate) fn rule(jit: Jit) -> Option<Compile> {
         match jit {
             Jit::Off => None,
@@ -29,7 +29,7 @@ impl Compiling {
         }
     }
 
-    /// Starts the thread.
+    /// Starts the compiler's thread.
     pub(crate) fn start(&'static self) {
         background::start(self);
     }

@@ -17,23 +17,23 @@ pub enum Tier {
     Full,
 }
 
-/// The number of instructions that a run executes before it counts them.
+/// The number of instructions that one call of the processor executes at most.
 const BATCH: u64 = 1 << 16;
 
 /// The CPU of a vCPU.
 pub(crate) struct Executor {
     cpu: Cpu,
     counters: Counters,
-    /// The access of the instruction at the program counter that a device completes.
+    /// The access that the instruction at the program counter makes to a device, until the device completes it.
     access: Option<Syndrome>,
     probes: Vec<Probe>,
     /// Whether the debugger lets the CPU execute one instruction only.
     steps: bool,
-    /// Whether a code probe at the next instruction is passed.
+    /// Whether the CPU ignores a code probe at the next instruction.
     passes: bool,
 }
 
-/// The machine around a CPU.
+/// The parts of a vCPU around its CPU: memory, timers, and the registers outside of the processor.
 pub(crate) trait Machine: Hypervisor<Fault = Refusal> {}
 
 impl<M: Hypervisor<Fault = Refusal>> Machine for M {}
@@ -51,16 +51,16 @@ pub(crate) enum Exit {
     Hvc(u16),
     /// The processor calls the firmware by SMC with this immediate. The program counter is after the instruction.
     Smc(u16),
-    /// An access to an address without memory. The program counter is that of the instruction.
+    /// An access to an address without memory. The program counter is at the instruction that makes the access.
     /// [`Executor::complete_mmio_read`] or [`Executor::complete_mmio_write`] completes the instruction, after
     /// [`Executor::expect`].
     Mmio {
         fault: Stage2<Refusal>,
         syndrome: Option<Syndrome>,
     },
-    /// The processor has invalidated what all vCPUs have to drop.
+    /// The guest has invalidated translations or code. All vCPUs have to drop these.
     Invalidated(Invalidation),
-    /// A debug exception that the client takes.
+    /// A debug exception that exits to the client (`KVM_EXIT_DEBUG`).
     Debug(Debug),
     /// The host memory that backs guest memory is not accessible.
     BadAddress,
@@ -75,7 +75,8 @@ pub(crate) enum Exit {
 pub(crate) enum Refusal {
     /// No memslot has the address, or a write is to a read-only memslot.
     Device,
-    /// The access has to be tried again after the attention word's requests were served. A bit is raised.
+    /// The access has to be tried again after the vCPU has served the requests in its attention word, in which a bit is
+    /// set now.
     Retry,
     /// The host memory is not accessible.
     BadAddress,
@@ -166,8 +167,8 @@ impl Executor {
         }
     }
 
-    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. The
-    /// client debugs the guest as before.
+    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. What the
+    /// client has set for debugging the guest is kept.
     pub(crate) fn reset(&mut self) {
         let debugger = self.cpu.state.debugger.take();
         self.cpu.state = State::reset();
@@ -251,17 +252,18 @@ impl Executor {
         })
     }
 
-    /// Has nothing to finish: an instruction has one exit at the most.
+    /// Does nothing: an instruction has at most one exit, so none of its work is left after an exit.
     pub(crate) fn complete(&mut self, _: &mut impl Machine, _: &AtomicU32) -> Option<Exit> {
         None
     }
 
-    /// Whether the last exit has interrupted an instruction that executes in parts. No instruction does.
+    /// Whether the last exit has interrupted an instruction that executes in parts. Always `false`: arm64 has no such
+    /// instruction.
     pub(crate) fn is_unfinished(&self) -> bool {
         false
     }
 
-    /// Notes that a device completes this access, which the instruction at the program counter makes.
+    /// Notes that a device will complete this access, which the instruction at the program counter makes.
     pub(crate) fn expect(&mut self, access: Syndrome) {
         self.access = Some(access);
     }
@@ -285,10 +287,10 @@ impl Executor {
         self.cpu.state.skip();
     }
 
-    /// Makes the CPU try an interrupted access again, which it does anyhow.
+    /// Does nothing: the CPU always tries an interrupted access again.
     pub(crate) fn forget_interrupted(&mut self) {}
 
-    /// Whether the CPU runs a nested guest. There is no EL2.
+    /// Whether the CPU runs a nested guest. Always `false`: the processor has no EL2.
     pub(crate) fn is_in_guest_mode(&self) -> bool {
         false
     }
@@ -318,7 +320,7 @@ impl Executor {
     }
 }
 
-/// Returns the access of the engine for a right.
+/// Converts a right for which the processor asks to the engine's kind of access.
 pub(crate) fn access(right: Right) -> slat::Access {
     match right {
         Right::Read => slat::Access::Read,

@@ -1,4 +1,4 @@
-//! The devices of the architecture's machines on the bus of a VM, and their timers, of which there are none.
+//! The devices on the bus of an arm64 VM. The VM itself has no timers.
 
 /// A device on the bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

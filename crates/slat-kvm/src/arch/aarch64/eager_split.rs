@@ -1,8 +1,9 @@
-//! `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`: whether a VM splits the huge leaves of a memslot when the memslot's log begins, or
-//! by the call that clears the log, and in chunks of how many bytes.
+//! `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`: a VM can split huge leaves eagerly. It splits them when a memslot's dirty log
+//! begins, or in the call that clears the log. The capability's value is the number of bytes that the VM splits at a
+//! time; 0: the VM does not split eagerly.
 //!
-//! In KVM a new VM does not. A new VM of slat does what the policies `eager_page_split` and `eager_page_split_chunk`
-//! say, and the capability has that value.
+//! In KVM, a new VM has the value 0. In slat, the policies `eager_page_split` and `eager_page_split_chunk` determine
+//! the value of a new VM.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
@@ -14,14 +15,14 @@ pub(crate) fn block_sizes() -> u64 {
     let page = page_size() as u64;
     let block = page * page / 8;
     match page {
-        // Tables of level 1 have blocks, too.
+        // With pages of 4 KiB, tables of level 1 can have blocks, too.
         0x1000 => page | block | (block * page / 8),
         _ => page | block,
     }
 }
 
-/// Returns the size of a VM's chunks, at most that of the largest block, which fits in the `int` of a capability. 0: the
-/// VM does not split eagerly.
+/// Returns how many bytes a VM splits at a time, at most the size of the largest block, so that the result fits in a
+/// capability's `int`. 0: the VM does not split eagerly.
 pub(crate) fn chunk(engine: &EngineVm) -> u64 {
     let policy = engine.policy();
     let largest = 1 << block_sizes().ilog2();
@@ -31,7 +32,7 @@ pub(crate) fn chunk(engine: &EngineVm) -> u64 {
     }
 }
 
-/// Sets the size of a VM's chunks. 0: the VM does not split eagerly.
+/// Sets how many bytes a VM splits at a time. 0: the VM does not split eagerly.
 ///
 /// # Errors
 /// `EINVAL` if stage 2 has no block of this size, and for a VM with memslots.

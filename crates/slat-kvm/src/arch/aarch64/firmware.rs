@@ -88,23 +88,23 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    /// The guest continues with one value.
+    /// Lets the guest continue with `value` in X0.
     fn value(value: u64) -> Self {
         Outcome::Return([value, 0, 0, 0])
     }
 }
 
-/// The results of SMCCC, which PSCI has, too.
+/// The errors of SMCCC. PSCI uses the same values.
 const NOT_SUPPORTED: u64 = -1i64 as u64;
 
-/// Arm's functions, by their numbers for 32-bit calls.
+/// The numbers of functions that Arm defines, in their form for 32-bit calls.
 const SMCCC_VERSION: u32 = 0x8000_0000;
 const SMCCC_ARCH_FEATURES: u32 = 0x8000_0001;
 const SMCCC_WORKAROUND_1: u32 = 0x8000_8000;
 const SMCCC_WORKAROUND_2: u32 = 0x8000_7fff;
 const SMCCC_WORKAROUND_3: u32 = 0x8000_3fff;
 
-/// A 64-bit call.
+/// The bit in a function's number that makes the call a 64-bit call.
 const CALL64: u32 = 1 << 30;
 
 /// SMCCC 1.1.

@@ -9,9 +9,9 @@ use slat_a64::{BREAKPOINTS, Debug, Debugger, WATCHPOINTS};
 pub(crate) const CONTROLS: u32 =
     KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP | KVM_GUESTDBG_USE_SW_BP | KVM_GUESTDBG_USE_HW;
 
-/// Returns the processor's debugger for a request. `None`: the request switches debugging off.
+/// Converts a request to the debugger settings of the processor. `None`: the request switches debugging off.
 ///
-/// As in KVM, BRK exits to the client with each of the controls.
+/// As in KVM, the guest's BRK exits to the client whenever debugging is on, even without `KVM_GUESTDBG_USE_SW_BP`.
 pub(crate) fn debugger(debug: &kvm_guest_debug) -> Option<Debugger> {
     let has = |bit| debug.control & bit != 0;
     if !has(KVM_GUESTDBG_ENABLE) {

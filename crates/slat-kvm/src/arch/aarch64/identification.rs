@@ -9,19 +9,21 @@ use crate::errno::{Result, fail};
 use kvm_bindings::KVM_ARM_FEATURE_ID_RANGE_SIZE;
 use slat_a64::{State, SystemName};
 
-/// CTR_EL0, and its fields that a client may change: DIC, IDC, and the logarithms of the lines' sizes.
+/// CTR_EL0, and the fields of it that a client may change: DIC, IDC, and the logarithms of the sizes of cache lines.
 const CTR: SystemName = SystemName::new(3, 3, 0, 0, 1);
 const CTR_FLAGS: u64 = 1 << 29 | 1 << 28;
 const CTR_SIZES: u64 = 0xf << 16 | 0xf;
-/// CLIDR_EL1, of which each vCPU has its own.
+/// CLIDR_EL1. It is not in this module, because each vCPU has its own.
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 
-/// The place (8 * CRm + op2) of ID_AA64PFR0, and its field GIC: the CPU interface has system registers, those of GICv3.
+/// The index (8 * CRm + op2) of ID_AA64PFR0, and the value 1 of its field GIC: the CPU interface has the system
+/// registers of GICv3.
 const PFR0: usize = 8 * 4;
 const PFR0_GIC: u64 = 0xf << 24;
 const PFR0_GIC_V3: u64 = 1 << 24;
 
-/// The number of registers with the names (3, 0, 0, CRm, op2), of which CRm 0 has none of this file.
+/// The number of registers with the names (3, 0, 0, CRm, op2). Those with CRm 0 are not identification registers of
+/// this module.
 const COUNT: usize = 64;
 const CRM_32_BITS: std::ops::RangeInclusive<usize> = 1..=3;
 
@@ -37,33 +39,33 @@ const fn writable(crm: usize, op2: usize, mask: u64) -> Writable {
     Writable { crm, op2, mask }
 }
 
-/// The registers, with the fields of Linux 7.3.
+/// The registers of which a client may change fields, and these fields, as in Linux 7.3.
 const WRITABLE: [Writable; 14] = [
-    // ID_AA64PFR0: all but AMU, MPAM, SVE, RAS, AdvSIMD, FP.
+    // ID_AA64PFR0: every field except AMU, MPAM, SVE, RAS, AdvSIMD, FP.
     writable(4, 0, 0xffff_00f0_0f00_ffff),
     // ID_AA64PFR1: DF2, CSV2_frac, SSBS, BT.
     writable(4, 1, 0x0f00_000f_0000_00ff),
     // ID_AA64PFR2: FPMR.
     writable(4, 2, 0x0000_000f_0000_0000),
-    // ID_AA64ZFR0: all.
+    // ID_AA64ZFR0: every field.
     writable(4, 4, 0x0ff0_ff0f_0fff_00ff),
-    // ID_AA64FPFR0: all.
+    // ID_AA64FPFR0: every field.
     writable(4, 7, 0x0000_0000_f000_0003),
     // ID_AA64DFR0: DoubleLock, WRPs, PMUVer, DebugVer.
     writable(5, 0, 0x0000_00f0_00f0_0f0f),
-    // ID_AA64ISAR0: all.
+    // ID_AA64ISAR0: every field.
     writable(6, 0, 0xffff_ffff_ffff_fff0),
-    // ID_AA64ISAR1: all but those of pointer authentication.
+    // ID_AA64ISAR1: every field except those of pointer authentication.
     writable(6, 1, 0xffff_ffff_00ff_f00f),
-    // ID_AA64ISAR2: all but those of pointer authentication.
+    // ID_AA64ISAR2: every field except those of pointer authentication.
     writable(6, 2, 0xffff_0fff_ffff_00ff),
     // ID_AA64ISAR3: FPRCVT, LSUI, LSFE, FAMINMAX.
     writable(6, 3, 0x0000_0000_ff0f_00f0),
-    // ID_AA64MMFR0: all.
+    // ID_AA64MMFR0: every field.
     writable(7, 0, 0xff00_ffff_ffff_ffff),
-    // ID_AA64MMFR1: all but XNX, VH, VMIDBits.
+    // ID_AA64MMFR1: every field except XNX, VH, VMIDBits.
     writable(7, 1, 0xffff_ffff_0fff_f00f),
-    // ID_AA64MMFR2: all but EVT, FWB, IDS, NV, CCIDX.
+    // ID_AA64MMFR2: every field except EVT, FWB, IDS, NV, CCIDX.
     writable(7, 2, 0xf0ff_000f_f00f_ffff),
     // ID_AA64MMFR3: TCRX, SCTLRX, S1PIE, S1POE.
     writable(7, 3, 0x0000_0000_000f_0fff),
@@ -82,22 +84,22 @@ enum Order {
     Granule,
 }
 
-/// DebugVer of Armv8: a debugger finds no earlier architecture in AArch64.
+/// The value of the field DebugVer for Armv8, the lowest value of a processor with AArch64.
 const DEBUG_VERSION_8: u64 = 6;
 
 fn order(crm: usize, op2: usize, shift: u32) -> Order {
     match (crm, op2, shift) {
-        // PMUVer and DoubleLock; TGran64 and TGran4.
+        // PMUVer and DoubleLock of ID_AA64DFR0; TGran64 and TGran4 of ID_AA64MMFR0.
         (5, 0, 8 | 36) | (7, 0, 24 | 28) => Order::Signed,
-        // The granules of a nested stage 2.
+        // The fields of ID_AA64MMFR0 for the granules of stage 2 (TGran16_2, TGran64_2, TGran4_2).
         (7, 0, 32 | 36 | 40) => Order::Granule,
-        // SpecSEI.
+        // SpecSEI of ID_AA64MMFR1.
         (7, 1, 24) => Order::Reversed,
         _ => Order::Unsigned,
     }
 }
 
-/// Whether a field may have `value` where the processor's field has `limit`.
+/// Whether a client may give a field `value` if the processor's field has the value `limit`.
 fn is_safe(order: Order, value: u64, limit: u64) -> bool {
     let signed = |field: u64| (field << 60) as i64;
     match order {
@@ -115,7 +117,7 @@ pub(crate) struct Identification {
     ctr: u64,
     /// The values of [`IMPLEMENTATION`]'s registers.
     implementation: [u64; IMPLEMENTATION.len()],
-    /// Whether the client may change them.
+    /// Whether the client may change `implementation`.
     is_implementation_writable: bool,
 }
 
@@ -126,10 +128,10 @@ const IMPLEMENTATION: [(SystemName, u64); 3] = [
     (SystemName::new(3, 1, 0, 0, 7), u64::MAX),
 ];
 
-/// A register of this file.
+/// An identification register of this module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IdRegister {
-    /// The place is 8 * CRm + op2.
+    /// The register (3, 0, 0, CRm, op2). The number is 8 * CRm + op2.
     Feature(usize),
     Ctr,
     /// A register of [`IMPLEMENTATION`].
@@ -149,7 +151,7 @@ impl IdRegister {
         }
     }
 
-    /// Returns the names of all registers of this file.
+    /// Returns the names of all registers of this module.
     pub(crate) fn names() -> impl Iterator<Item = SystemName> {
         let features = (1..=7).flat_map(|crm| (0..=7).map(move |op2| (crm, op2)));
         features
@@ -159,7 +161,8 @@ impl IdRegister {
     }
 }
 
-/// Returns the values of the processor, with the system registers of a GICv3.
+/// Returns the processor's values, which are the greatest that a client may set. They say that there are the system
+/// registers of a GICv3.
 fn limits() -> Identification {
     let state = State::reset();
     let mut limits = Identification {
@@ -196,18 +199,18 @@ impl Identification {
         }
     }
 
-    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`: the client may name another implementation. The processor is the
-    /// same.
+    /// Enables `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`: the client may name another implementation. The processor behaves as
+    /// before.
     pub(crate) fn allow_implementation(&mut self) {
         self.is_implementation_writable = true;
     }
 
-    /// Sets a register for the client. Those of AArch32, which the processor does not have, ignore it: a client may
-    /// restore what it has saved on another host.
+    /// Sets a register for the client. Values for the identification registers of AArch32 are ignored, because the
+    /// processor has no AArch32: a client may restore the values that it has saved on another host.
     ///
     /// # Errors
-    /// `EINVAL` for a value that promises more than the processor has, and for another implementation without the
-    /// capability. `EBUSY` for a change after a vCPU has run.
+    /// `EINVAL` for a value that promises more than the processor has, and for another implementation if
+    /// [`allow_implementation`](Self::allow_implementation) was not called. `EBUSY` for a change after a vCPU has run.
     pub(crate) fn set(&mut self, register: IdRegister, value: u64, has_run: bool) -> Result<()> {
         if let IdRegister::Feature(place) = register
             && CRM_32_BITS.contains(&(place / 8))
@@ -240,7 +243,7 @@ impl Identification {
         Ok(())
     }
 
-    /// Takes the system registers of a GICv3 away from the guest.
+    /// Hides the system registers of a GICv3 from the guest.
     pub(crate) fn hide_gic(&mut self) {
         self.values[PFR0] &= !PFR0_GIC;
     }
@@ -249,7 +252,7 @@ impl Identification {
     pub(crate) fn apply(&self, state: &mut State) {
         for name in IdRegister::names() {
             if let Some(register) = IdRegister::of(name) {
-                // A register that the processor does not hold is zero, and stays zero.
+                // A register for which the processor holds no value is zero, and stays zero.
                 state.identify(name, self.get(register));
             }
         }
@@ -321,20 +324,21 @@ mod tests {
         let mut registers = Identification::default();
         let mut set = |register, value| registers.set(register, value, false).is_ok();
         let mmfr1 = limits().get(feature(7, 1));
-        // HAFDBS is 2.
+        // The processor's HAFDBS, the lowest field, is 2. A client may set 1.
         assert!(set(feature(7, 1), mmfr1 - 1));
         assert!(!set(feature(7, 1), mmfr1 + 1));
-        // SpecSEI is 0, and may grow. VMIDBits cannot change.
+        // The processor's SpecSEI (bits 27:24) is 0. A greater value promises less, so a client may set it. VMIDBits
+        // (bits 7:4) cannot change.
         assert!(set(feature(7, 1), mmfr1 | 1 << 24));
         assert!(!set(feature(7, 1), mmfr1 | 1 << 4));
-        // TGran4 is signed: 0xf says that there is no such granule.
+        // TGran4 (bits 31:28) is signed: 0xf says that there is no granule of 4 KiB.
         let mmfr0 = limits().get(feature(7, 0));
         assert!(set(feature(7, 0), mmfr0 | 0xf << 28));
         assert!(!set(feature(7, 0), mmfr0 | 1 << 28));
-        // TGran16_2: 1 says that there is no such granule.
+        // TGran16_2 (bits 35:32): 1 says that stage 2 has no granule of 16 KiB.
         assert!(set(feature(7, 0), mmfr0 | 1 << 32));
         assert!(!set(feature(7, 0), mmfr0 | 2 << 32));
-        // DIC is clear.
+        // The processor's DIC is clear, so a client may not set it.
         let ctr = limits().get(IdRegister::Ctr);
         assert!(set(IdRegister::Ctr, ctr - 1));
         assert!(!set(IdRegister::Ctr, ctr | 1 << 29));

@@ -3,14 +3,16 @@
 use slat_a64::Invalidation;
 use std::sync::{Mutex, PoisonError};
 
-/// More invalidations than these become one of everything.
+/// The greatest number of separate invalidations. More of them are replaced by one invalidation of everything.
 const MOST: usize = 16;
 
-/// The invalidations that wait for a vCPU. The thread that adds one then raises the vCPU's attention bit.
+/// The invalidations that a vCPU has to carry out. A thread adds an invalidation first, and then raises the vCPU's
+/// attention bit.
 #[derive(Debug, Default)]
 pub(crate) struct Invalidated(Mutex<Few>);
 
-/// A few invalidations, in their order. [`Few::EVERYTHING`] replaces them if they would become more than [`MOST`].
+/// Invalidations, in the order in which they were added. [`Few::EVERYTHING`] replaces them when there are more than
+/// [`MOST`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Few {
     list: [Invalidation; MOST],
@@ -55,7 +57,7 @@ impl Invalidated {
         few.add(invalidation);
     }
 
-    /// Takes all invalidations. The vCPU has taken its attention bit before.
+    /// Removes and returns all invalidations. Call after clearing the vCPU's attention bit.
     pub(crate) fn take(&self) -> Few {
         let mut few = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut few)

@@ -1,11 +1,10 @@
 //! How interrupts reach vCPUs: by the GIC, or by the client's own interrupt controller.
 //!
 //! # Locks
-//! After the locks of the irqfds and the routes, a call acquires these locks in this order, and may skip some: the
-//! vCPUs (for reading), the turn of the first runs ([`Chips::make_ready`]), the GIC with its ITSs. A call that holds
-//! the GIC acquires no other lock of this table, because the GIC has a list of its vCPUs of its own. A thread holds the
-//! GIC only while it has no reason to wait. The EOIs that a locked GIC reports are passed to irqfds after the GIC is
-//! unlocked.
+//! A call acquires locks in this order, and may skip some: those of the irqfds and the routes; the lock of the vCPUs
+//! (for reading); the lock of [`Chips::make_ready`]; the lock of the GIC with its ITSs. A call that has locked the GIC
+//! acquires none of the other locks, because the GIC has its own list of its vCPUs. No thread waits while it holds the
+//! lock of the GIC. The EOIs that a locked GIC reports are passed to irqfds after the GIC is unlocked.
 
 use crate::arch::aarch64::chips::{Chips, Ended, InOrder, Parts, TimerPpis, names, refused};
 use crate::arch::aarch64::devices::{Device, VmTimer};
@@ -59,7 +58,7 @@ impl Interrupts {
         work: impl FnOnce(&mut Parts, &[VcpuName]) -> R,
     ) -> R {
         let (result, is_new) = {
-            // No vCPU is created meanwhile: the GIC would not have it.
+            // This lock is held to the end, because a vCPU that was created meanwhile would be missing in the GIC.
             let present = self.vcpus.read();
             let vcpus = in_order(&present);
             let names = names(&vcpus);
@@ -90,7 +89,8 @@ impl Interrupts {
                     .map_err(refused),
                 None => Ok(Vec::new()),
             })?;
-            // The client may repair two timers with the same PPI.
+            // If two timers have the same PPI, the PPIs stay changeable, so that the client can give one of the timers
+            // another PPI.
             self.arch.timer_ppis(|timers| {
                 let [one, other] = timers.ppis;
                 timers.are_fixed = one != other;
@@ -106,7 +106,7 @@ impl Interrupts {
         })
     }
 
-    /// Returns the GIC if lines can be set: a GICv2 is initialised then.
+    /// Returns the GIC if its lines can be set. Initialises a GICv2 that is not initialised.
     ///
     /// # Errors
     /// `ENXIO` without GIC, `EBUSY` for a GICv3 that is not initialised, `E2BIG` for too many vCPUs.
@@ -127,15 +127,15 @@ impl Interrupts {
         Ok(chips)
     }
 
-    /// Sets a line that belongs to no GSI: an interrupt line of a vCPU's processor, a PPI, or an SPI. Returns the
-    /// status of `KVM_IRQ_LINE_STATUS`.
+    /// Sets a line that `KVM_IRQ_LINE` names directly, without a GSI: an interrupt line of a vCPU's processor, a PPI,
+    /// or an SPI. Returns the status of `KVM_IRQ_LINE_STATUS`.
     ///
     /// # Errors
-    /// `ENXIO` for a line of an interrupt controller that does not exist, and for a processor's line with an interrupt
-    /// controller. `EINVAL` for a vCPU that does not exist, and for an unknown type or number (api.rst 4.25).
+    /// `ENXIO` for a line of an interrupt controller that does not exist, and for a processor's line if the VM has an
+    /// interrupt controller. `EINVAL` for a vCPU that does not exist, and for an unknown type or number (api.rst 4.25).
     pub(crate) fn set_own_line(&self, line: u32, level: bool) -> Result<Option<i32>> {
         let field = |shift: u32, mask: u32| line >> shift & mask;
-        // The upper part of the index is the number of groups of 256 vCPUs.
+        // The index of the vCPU has 8 bits in the field KVM_ARM_IRQ_VCPU, and its upper bits in this field.
         let vcpu = field(KVM_ARM_IRQ_VCPU2_SHIFT, KVM_ARM_IRQ_VCPU2_MASK) << 8
             | field(KVM_ARM_IRQ_VCPU_SHIFT, KVM_ARM_IRQ_VCPU_MASK);
         let number = field(KVM_ARM_IRQ_NUM_SHIFT, KVM_ARM_IRQ_NUM_MASK);
@@ -195,7 +195,7 @@ impl Interrupts {
             true => lines.fetch_or(bit, Ordering::SeqCst),
             false => lines.fetch_and(!bit, Ordering::SeqCst),
         };
-        // The processor has to look at its lines also when a line falls, because it must not take the interrupt then.
+        // The vCPU is notified even when a line falls, because it must not take the interrupt then.
         if (before & bit != 0) != level {
             vcpus[place].notice();
         }
@@ -254,7 +254,7 @@ impl Interrupts {
                 let _absent = self.set_target(target, source, true);
             }
             Target::Msi(msi) => {
-                // Nobody learns of an irqfd's message that the ITS refuses.
+                // The error of a refused message is dropped, because the signal of an irqfd returns no error to anyone.
                 let _refused = self.send(msi);
             }
         }
@@ -289,7 +289,7 @@ impl Interrupts {
             let Some(its) = parts.itses.iter().position(is_addressed) else {
                 return fail(libc::EINVAL);
             };
-            // Without an initialised GIC the ITS has no LPIs.
+            // There is no ITS without an initialised GIC, because only the GIC has LPIs.
             let Some((its, gic)) = parts.its(its) else {
                 return fail(libc::EBUSY);
             };
@@ -308,7 +308,7 @@ impl Interrupts {
         let ((), ended) = chips.with(Some(by), |parts| {
             for (ppi, bit) in ppis.into_iter().zip(0..) {
                 if let Some(gic) = parts.gic() {
-                    // The numbers are PPIs, and the vCPU is the GIC's.
+                    // No error is possible: the numbers are PPIs, and the GIC has this vCPU.
                     let _no_error = gic.set_ppi(by, ppi, levels >> bit & 1 != 0);
                 }
             }

@@ -19,7 +19,7 @@ use slat_a64::SystemName;
 use slat_host::granule;
 use std::sync::{Arc, MutexGuard};
 
-/// The greatest number of addresses in a stack.
+/// The greatest number of addresses in a call stack of the guest.
 pub(crate) const MOST_FRAMES: usize = 64;
 
 /// The bits of `kvm_run`'s `device_irq_level`: the outputs of the timers.
@@ -36,14 +36,15 @@ pub(crate) struct VcpuMachine {
     cache_selector: u64,
     /// CLIDR_EL1: the levels of caches.
     cache_levels: u64,
-    /// The registers that the client saves and restores, and the guest does not have.
+    /// The registers that a client can save and restore although the guest does not have them.
     kept: Vec<(SystemName, u64)>,
     steal: StealTime,
     /// The guest-physical address of the structure for stolen time.
     stolen_time: Option<u64>,
-    /// The outputs of the timers that the GIC has seen. `None`: unknown.
+    /// The outputs of the timers that were last passed to the GIC. `None`: unknown.
     driven: Option<u64>,
-    /// [`Chips::restores`](crate::arch::aarch64::chips::Chips::restores) when `driven` was set.
+    /// The value of [`Chips::restores`](crate::arch::aarch64::chips::Chips::restores) at the time when `driven` was
+    /// set.
     restores: u32,
 }
 
@@ -62,7 +63,7 @@ impl VcpuMachine {
             vm,
             common,
             cache_selector: 0,
-            // No level has caches that software has to manage.
+            // No cache level exists that software has to manage.
             cache_levels: 0,
             kept: registers::kept(),
             steal: StealTime::default(),
@@ -72,8 +73,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Resets the machine's registers, except those that identify the processor. The outputs of the timers fall, also
-    /// those that the GIC has as lines.
+    /// Resets the machine's registers, except those that identify the processor. The outputs of the timers become
+    /// inactive, and so do the GIC's lines that these outputs drive.
     pub(crate) fn reset(&mut self) {
         self.timers.reset();
         self.cache_selector = 0;
@@ -102,19 +103,21 @@ impl VcpuMachine {
         result
     }
 
-    /// Waits until all vCPUs whose attention word is `wanted` have served their requests. The vCPU is not entered.
+    /// Waits for all vCPUs for whose attention word `wanted` returns true, until each has served its requests. The vCPU
+    /// is not entered.
     pub(crate) fn synchronize(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.vm.engine.synchronize_those(wanted);
     }
 
-    /// Begins to count stolen time. Call when a run begins, or continues after a wait. The vCPU is not entered.
+    /// Begins to count stolen time. Call when a run begins, and when it continues after a wait. The vCPU is not
+    /// entered.
     pub(crate) fn begin_to_run(&mut self) {
         if self.stolen_time.is_some() {
             self.steal.begin();
         }
     }
 
-    /// Stops counting stolen time. Call when a run ends, or waits.
+    /// Stops counting stolen time. Call when a run ends, and before it waits.
     pub(crate) fn stop_running(&mut self) {
         if self.stolen_time.is_some() {
             self.steal.end();
@@ -132,18 +135,19 @@ impl VcpuMachine {
         self.memory.memory_fault.take()
     }
 
-    /// Writes the pages of paravirtual clocks: there are none.
+    /// Does nothing. On arm64, guests have no pages of paravirtual clocks.
     pub(crate) fn write_clocks(&mut self) {}
 
     /// Handles the timers that have expired, and sets the next deadline.
     pub(crate) fn timer_rang(&mut self) {
-        // The deadline is computed before the outputs are: a timer that expires in between has asserted its output.
+        // The deadline is computed before the outputs, so that a timer that expires between the two computations has
+        // its output asserted.
         self.common.client.set_deadline(self.timers.deadline());
         self.drive_timers();
     }
 
-    /// Gives the GIC the outputs of the timers before a run. Sets the next deadline again if the client has set a
-    /// counter by another vCPU: the timers of this vCPU expire at another time then.
+    /// Passes the outputs of the timers to the GIC before a run. If the client has set a counter through another vCPU,
+    /// sets the deadline again, because the timers of this vCPU then expire at another time.
     pub(crate) fn begin_timers(&mut self) {
         match self.timers.are_shifted() {
             true => self.timer_rang(),
@@ -151,7 +155,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Gives the GIC, if there is one, the outputs of the timers. Takes no lock if the outputs are as before.
+    /// If there is a GIC, passes the outputs of the timers to it. Takes no lock if no output has changed.
     pub(crate) fn drive_timers(&mut self) {
         let interrupts = &self.vm.interrupts;
         let Some(chips) = interrupts.gic() else {
@@ -184,8 +188,9 @@ impl VcpuMachine {
         cpu.translate(&mut *entered, gva)
     }
 
-    /// Writes the addresses of the guest's stack to `stack`, by the frame records of the procedure call standard (IHI
-    /// 0055): X29 has the address of the caller's X29 and return address. Returns their number.
+    /// Writes the return addresses of the guest's call stack to `stack`, and returns their number. Follows the frame
+    /// records of the procedure call standard (IHI 0055): X29 has the address of a record, which holds the caller's X29
+    /// and the return address.
     pub(crate) fn stack(&mut self, cpu: &Executor, stack: &mut [u64; MOST_FRAMES]) -> usize {
         let (mut frame, mut count) = (cpu.state.x[29], 1);
         stack[0] = cpu.state.pc;

@@ -11,15 +11,15 @@
 //! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
 //! | | `clock` | the host's counter |
-//! | | `eager_split` | whether a log's beginning splits huge leaves |
+//! | || `eager_split` | whether huge leaves are split when a memslot's dirty log begins | |
 //! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
-//! | | `invalidated` | what other vCPUs have invalidated, and a vCPU has to drop |
+//! | | `invalidated` | the invalidations by other vCPUs that a vCPU has to carry out |
 //! | parts | `vcpu_state` | the other state of a vCPU |
 //! | | `exits`, `guest_debug` | the exits that only arm64 has, and those of a debugged guest |
 //! | | `timer` | the timers of a vCPU |
 //! | | `counters`, `trace` | arm64's counters and tracepoints of a vCPU |
-//! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; names of compiled code, which it has not; the thread that compiles |
-//! | | `identification` | the registers that say what a guest's processor has, of which a client hides features |
+//! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; names of compiled code for perf, of which there are none; the thread that compiles |
+//! | | `identification` | the registers that say which features a guest's processor has; a client can hide features |
 //! | | `settings` | what a client chooses before its guest runs: the filter of firmware calls, the optional services |
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
 //! | | `devices`, `target` | devices on the bus; the destinations of a GSI |

@@ -2,7 +2,7 @@
 
 use crate::errno::{Result, fail};
 
-/// The parameters, and their values.
+/// The names and the values of the parameters.
 const FIXED: &[(&str, &str)] = &[("halt_poll_ns", "0")];
 /// The parameters that can be written.
 pub(crate) const WRITABLE: &[&str] = &[];

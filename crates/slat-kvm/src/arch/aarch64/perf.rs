@@ -1,4 +1,4 @@
-//! Compiled code, named for perf.
+//! perf's names of compiled code: there are none.
 
 /// Completes the files for perf. Compiled code is not named for perf, so there are none.
 pub fn end() {}

@@ -10,14 +10,14 @@ words! { Jit, "on, off, at-once":
 }
 
 policies! {
-    /// The guest code that is compiled.
+    /// The policy that chooses which guest code is compiled.
     JIT Jit(Jit) = Jit::On;
 }
 
 /// The values of the policies of the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuPolicies {
-    /// The guest code that is compiled.
+    /// Chooses which guest code is compiled.
     pub jit: Jit,
 }
 
@@ -30,8 +30,8 @@ impl CpuPolicies {
     }
 }
 
-/// Whether the policies let VMs shadow the tables that guests make for nested guests. Such guests need an EL2, which
-/// slat does not have.
+/// Whether the policies let VMs shadow the tables that guests make for nested guests. Always `false`, because such
+/// guests need an EL2, which slat's processor does not have.
 pub(crate) fn nests(_: &CpuPolicies) -> bool {
     false
 }

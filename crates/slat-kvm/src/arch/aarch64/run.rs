@@ -21,8 +21,8 @@ use slat::{Attention, Shared};
 use slat_a64::{Invalidation, Right, Stage2, Stop, Syndrome};
 use std::sync::atomic::Ordering;
 
-/// The number of times that a vCPU yields before it interrupts the other vCPUs, which have to drop the translations
-/// that it has invalidated.
+/// A vCPU that invalidates translations first waits for the other vCPUs to drop them. It yields this number of times
+/// before it interrupts those that have not.
 const PATIENCE: u32 = 1000;
 
 impl VcpuObject {
@@ -55,7 +55,7 @@ impl VcpuObject {
         Ok(true)
     }
 
-    /// Has nothing to do: the VM's settings do not change the CPU.
+    /// Does nothing: no setting of the VM changes the CPU here.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
     /// Notes pages that were not noted in the dirty ring yet, and updates the structure for stolen time. Returns
@@ -96,7 +96,8 @@ impl VcpuObject {
         if self.vm.interrupts.exist() {
             return Ok(true);
         }
-        // The client's interrupt controller has the timers' outputs as inputs.
+        // The client's own interrupt controller has the timers' outputs as inputs, so the client has to see when they
+        // change.
         if inner.machine.timer_levels() != field!(self.page, s.regs.device_irq_level) {
             self.page.set_exit_reason(KVM_EXIT_INTR);
             return fail(libc::EINTR);
@@ -131,7 +132,8 @@ impl VcpuObject {
                 waits(&inner.cpu.state, true);
                 inner.outside(|_| std::thread::yield_now());
             }
-            // As in KVM, the immediate of HVC has no meaning, and SMC has no firmware with another immediate than 0.
+            // As in KVM, the immediate of HVC has no meaning, and an SMC with an immediate other than 0 calls no
+            // firmware.
             Exit::Hvc(immediate) => {
                 calls(&inner.cpu.state, immediate);
                 return self.call(inner, 0, masked);
@@ -147,7 +149,7 @@ impl VcpuObject {
             Exit::BadAddress => {
                 match inner.machine.take_memory_fault() {
                     Some(fault) => memory_fault(page, fault),
-                    // The reason of an earlier exit would describe another fault.
+                    // Without a memory fault to report, `kvm_run` must not keep the fault of an earlier exit.
                     None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
                 }
                 return fail(libc::EFAULT);
@@ -179,15 +181,15 @@ impl VcpuObject {
             || self.device_irq_level(inner) != 0
     }
 
-    /// Makes all other vCPUs drop what is invalid, and waits until none of them uses it: the guest's DSB after its TLBI
-    /// or IC follows this.
+    /// Makes all other vCPUs drop the translations or the code that this vCPU has invalidated, and waits until none of
+    /// them uses these. The guest's TLBI or IC has to have this effect before its DSB completes.
     fn invalidate_others(&self, inner: &mut Inner, invalidation: Invalidation) {
         let id = self.common().id;
         let vcpus = &self.vm.interrupts.vcpus;
         let mut has_others = false;
         for vcpu in vcpus.read().iter().filter(|vcpu| vcpu.id != id) {
             vcpu.arch.invalidated.add(invalidation);
-            // A vCPU that sleeps need not wake for this. It sees the request bit before it executes.
+            // A vCPU that sleeps need not be woken for this request. It sees the request bit before it executes.
             vcpu.attention.raise(bits::GUEST_FLUSH);
             has_others = true;
         }
@@ -208,7 +210,8 @@ impl VcpuObject {
                 }
                 std::thread::yield_now();
             }
-            // An access to memory that the client has to provide first may keep a vCPU. This interrupts the access.
+            // A vCPU may still be waiting in an access to memory that its client has to provide first. This call
+            // interrupts such accesses.
             machine.synchronize(&is_due);
         });
     }
@@ -221,21 +224,23 @@ impl VcpuObject {
         }
     }
 
-    /// Carries out the guest's call of the firmware. `flags`: those of `KVM_EXIT_HYPERCALL`.
+    /// Carries out the guest's call of the firmware. `flags`: the flags of `KVM_EXIT_HYPERCALL`, if the call exits to
+    /// the client.
     fn call(&self, inner: &mut Inner, flags: u32, masked: Option<&Masked>) -> Result<Next> {
         self.common().exits.hvc_exit_stat.add(1);
         let [a, b, c, d, ..] = inner.cpu.state.x;
         let page = &self.page;
         match (self.vm).call_firmware(self.common(), &mut inner.machine, [a, b, c, d]) {
             Outcome::Return(values) => inner.cpu.state.x[..4].copy_from_slice(&values),
-            // The next round of the run loop waits.
+            // The vCPU waits in the next iteration of the run loop.
             Outcome::Off => {}
             Outcome::Standby => {
                 inner.cpu.state.x[0] = 0;
                 self.wait_for_interrupt(inner, masked)?;
             }
             Outcome::System { kind, flags } => {
-                // The client resets the vCPUs. A guest that continues nevertheless sees an error.
+                // The client is expected to reset the vCPUs. If it lets the guest continue instead, the guest sees this
+                // error.
                 inner.cpu.state.x[0] = SYSTEM_CALL_RETURNED;
                 self.vm.stop_vcpus();
                 self.system_event(kind, Some(flags));
@@ -281,8 +286,8 @@ impl VcpuObject {
     /// Carries out an access to an address without memory, or asks the client to do so.
     ///
     /// # Errors
-    /// `ENOSYS` for an instruction of which the client cannot be told what it does, if the client has not enabled
-    /// `KVM_CAP_ARM_NISV_TO_USER`.
+    /// `ENOSYS` for an instruction that the syndrome does not describe, so that the client cannot carry it out, if the
+    /// client has not enabled `KVM_CAP_ARM_NISV_TO_USER`.
     fn access_device(
         &self,
         inner: &mut Inner,
@@ -292,7 +297,7 @@ impl VcpuObject {
         let page = &self.page;
         let gpa = fault.ipa;
         if fault.is_fetch || fault.is_walk {
-            // No device answers such an access: a device has neither code nor tables.
+            // No device answers a fetch or a walk: devices contain neither code nor tables.
             inner.take_abort(fault);
             return Ok(Next::Again);
         }
@@ -345,7 +350,7 @@ impl VcpuObject {
         Ok(Next::Return)
     }
 
-    /// Whether the client has to see what the completed instruction has done.
+    /// Whether a run has to exit after a completed instruction to report it to the client. Always `false` on arm64.
     pub(crate) fn has_late_exit(&self, _: &mut Inner) -> bool {
         false
     }
@@ -356,7 +361,7 @@ impl VcpuObject {
         set_field!(self.page, levels, s.regs.device_irq_level);
     }
 
-    /// Returns the outputs of the timers that the client's interrupt controller has as inputs: none with a GIC.
+    /// Returns the outputs of the timers for the client's interrupt controller: none if the VM has a GIC.
     fn device_irq_level(&self, inner: &Inner) -> u64 {
         match self.vm.interrupts.exist() {
             true => 0,
@@ -370,7 +375,7 @@ const TRANSLATION_FAULT_LEVEL_1: u8 = 0b00_0101;
 const ISS: u64 = (1 << 25) - 1;
 
 impl Inner {
-    /// Lets EL1 take the external abort of an access that no device has answered.
+    /// Makes EL1 take an external abort for an access that no device has answered.
     fn take_abort(&mut self, fault: &Stage2<Refusal>) {
         let abort = fault.external();
         match fault.is_fetch {
@@ -379,8 +384,8 @@ impl Inner {
         }
     }
 
-    /// Lets EL1 take the external abort of its last access to a device. The access that waits for the client, if there
-    /// is one, ends without an effect.
+    /// Makes EL1 take an external abort for its last access to a device. If this access still waits for the client, it
+    /// ends without an effect.
     pub(crate) fn take_external_abort(&mut self) {
         self.arch.unfinished = Unfinished::Nothing;
         if let Some(fault) = self.arch.device_access.take() {
@@ -388,12 +393,12 @@ impl Inner {
         }
     }
 
-    /// Begins the exception that the client has requested: none, because EL1 takes such an exception at once.
+    /// Does nothing: EL1 takes an exception that the client requests at once, so none is left to begin here.
     pub(crate) fn begin_requested(&mut self) {}
 
-    /// Has nothing to do before guest code runs.
+    /// Does nothing. Called before guest code runs.
     pub(crate) fn enters_guest(&mut self) {}
 
-    /// Has nothing to do after guest code has run.
+    /// Does nothing. Called after guest code has run.
     pub(crate) fn left_guest(&mut self) {}
 }

@@ -10,11 +10,11 @@ use std::ops::RangeInclusive;
 /// The treatment of a guest's call of the firmware (SMCCC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// The firmware carries it out.
+    /// The firmware carries out the call.
     Handle,
-    /// The guest is told that the firmware does not have it.
+    /// The guest is told that the firmware does not have the function.
     Deny,
-    /// The client carries it out.
+    /// The client carries out the call.
     Forward,
 }
 
@@ -23,10 +23,10 @@ const HANDLE: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_HANDLE;
 const DENY: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY;
 const FORWARD: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_FWD_TO_USER;
 
-/// Calls for Arm's architecture, by 32-bit and by 64-bit calls: no filter changes them.
+/// The functions of Arm's architecture, as 32-bit and as 64-bit calls. No filter can apply to them.
 const RESERVED: [RangeInclusive<u32>; 2] = [0x8000_0000..=0x8000_ffff, 0xc000_0000..=0xc000_ffff];
 
-/// The registers of services: a bit for each service that the guest may call.
+/// The number of registers of services. Each register has a bit for each service that the guest may call.
 pub(crate) const SERVICE_REGISTERS: usize = 4;
 /// The number of the register of the standard services, and its bit for random numbers (DEN 0098).
 pub(crate) const STANDARD: usize = 0;
@@ -38,11 +38,11 @@ pub(crate) const STOLEN_TIME: u64 = 1 << 0;
 pub(crate) const VENDOR: usize = 2;
 pub(crate) const FEATURES: u64 = 1 << 0;
 pub(crate) const HOST_CLOCK: u64 = 1 << 1;
-/// The number of the register of KVM's services from 64 on: the list of the processors on which the guest may run. A
-/// client that has the services carries them out itself.
+/// The number of the register of KVM's services from 64 on: these list the processors on which the guest may run. A
+/// client that enables these services carries out their calls itself.
 pub(crate) const VENDOR_64: usize = 3;
 const PROCESSORS: u64 = 1 << 0 | 1 << 1;
-/// The services that exist.
+/// The services that a client can enable, by register.
 const SERVICES: [u64; SERVICE_REGISTERS] = [
     RANDOM_NUMBERS,
     STOLEN_TIME,
@@ -56,7 +56,7 @@ const SERVICES: [u64; SERVICE_REGISTERS] = [
 pub(crate) struct Settings {
     /// Whether a vCPU has run.
     has_run: bool,
-    /// Ranges of functions of the firmware, each with what happens to its calls. No two ranges overlap.
+    /// Ranges of functions of the firmware, each with the treatment of its calls. No two ranges overlap.
     filter: Vec<(RangeInclusive<u32>, Action)>,
     services: [u64; SERVICE_REGISTERS],
     identification: Identification,
@@ -79,8 +79,8 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Call when a vCPU runs for the first time. `has_gic`: the GIC has system registers. As in KVM, a client reads the
-    /// field of ID_AA64PFR0 that says so as 1 before.
+    /// Call when a vCPU runs for the first time. `has_gic`: there is a GIC with system registers; otherwise the field
+    /// GIC of ID_AA64PFR0 becomes 0. As in KVM, a client that reads this field before the first run sees 1.
     pub(crate) fn vcpu_runs(&mut self, has_gic: bool) {
         self.has_run = true;
         if !has_gic {
@@ -91,8 +91,9 @@ impl Settings {
     /// Carries out `KVM_ARM_VM_SMCCC_FILTER`: chooses what happens to the calls of some functions.
     ///
     /// # Errors
-    /// `EINVAL` for padding, an unknown action, no function, or functions beyond the last one. `EEXIST` if the filter has
-    /// one of the functions already, or if it is one of Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
+    /// `EINVAL` for padding, an unknown action, an empty range of functions, or a range beyond the last function.
+    /// `EEXIST` if the filter already has one of the functions, or if one belongs to Arm's architecture. `EBUSY` after
+    /// a vCPU has run. `ENOMEM`.
     pub(crate) fn add_filter(&mut self, asked: &kvm_smccc_filter) -> Result<()> {
         let action = match u32::from(asked.action) {
             HANDLE => Action::Handle,
@@ -118,7 +119,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Returns what the filter says of a function.
+    /// Returns the treatment that the filter gives to the calls of a function.
     pub(crate) fn action(&self, function: u32) -> Action {
         let found = self
             .filter

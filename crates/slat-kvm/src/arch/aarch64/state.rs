@@ -46,8 +46,8 @@ impl VmType {
     /// Returns the type that has this number. 0 means 40 bits.
     ///
     /// # Errors
-    /// `EINVAL` for a number of bits below 32 or above `KVM_CAP_ARM_VM_IPA_SIZE`, and for other bits of the number: VMs
-    /// whose memory the host cannot access do not exist.
+    /// `EINVAL` for a number of bits below 32 or above `KVM_CAP_ARM_VM_IPA_SIZE`, and for other bits of the number:
+    /// slat has no protected VMs, whose memory the host cannot access.
     pub(crate) fn of(number: u64) -> Result<Self> {
         if number & !u64::from(KVM_VM_TYPE_ARM_IPA_SIZE_MASK) != 0 {
             return fail(libc::EINVAL);
@@ -63,7 +63,7 @@ impl VmType {
         }
     }
 
-    /// Whether memory can be private in VMs of this type.
+    /// Whether memory can be private in VMs of this type. Always `false` on arm64.
     pub(crate) fn is_protected(self) -> bool {
         false
     }
@@ -74,7 +74,7 @@ pub(crate) struct VmState {
     /// The compiler of the guest's hot code.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     ipa_bits: u32,
-    /// Whether the client sees accesses to devices of which the processor's syndrome tells too little.
+    /// Whether the client wants to see accesses to devices that the processor's syndrome does not describe.
     reports_nisv: AtomicBool,
     /// The offsets of the guest's counters.
     pub(crate) counter_offsets: Offsets,
@@ -108,7 +108,7 @@ impl VmState {
         })
     }
 
-    /// Returns what the client has chosen.
+    /// Locks and returns the settings that the client has chosen.
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -197,7 +197,7 @@ pub(crate) fn most_vcpus(model: Model) -> usize {
     }
 }
 
-/// The place at which a vCPU begins to execute.
+/// The registers with which a vCPU begins to execute after another vCPU has started it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Start {
     /// The address of the first instruction.
@@ -211,9 +211,9 @@ pub(crate) struct Start {
 pub(crate) enum Power {
     On,
     Off,
-    /// The client has suspended the vCPU, until an interrupt is pending.
+    /// The client has suspended the vCPU. It stays suspended until an interrupt is pending.
     Suspended,
-    /// Another vCPU has started this vCPU, whose thread has not reset it yet.
+    /// Another vCPU has started this vCPU, but the thread of this vCPU has not reset it yet.
     Starting(Start),
 }
 
@@ -237,12 +237,13 @@ pub(crate) const LINE_IRQ: u32 = 1 << 0;
 /// The line for fast interrupts.
 pub(crate) const LINE_FIQ: u32 = 1 << 1;
 
-/// MPIDR_EL1: RES1, and the fields of the affinity.
+/// MPIDR_EL1: the bit that is always 1, and the fields of the affinity.
 const MPIDR_ONE: u64 = 1 << 31;
 const AFFINITY: u64 = 0xff_00ff_ffff;
 
 impl VcpuShared {
-    /// Creates the state of a new vCPU. The affinity follows from the id as in KVM: 16 vCPUs have the same field 1.
+    /// Creates the state of a new vCPU. The affinity is computed from the id as in KVM: Aff0 counts to 16, so 16 vCPUs
+    /// have the same Aff1.
     pub(crate) fn new(id: u32, index: usize) -> Self {
         let id = u64::from(id);
         VcpuShared {
@@ -281,7 +282,7 @@ impl VcpuShared {
         self.mpidr.store(value, Ordering::Relaxed);
     }
 
-    /// Returns the fields of MPIDR_EL1 by which software names the vCPU.
+    /// Returns the affinity fields of MPIDR_EL1, by which software names the vCPU.
     pub(crate) fn affinity(&self) -> u64 {
         self.mpidr() & AFFINITY
     }
@@ -311,7 +312,8 @@ impl VcpuShared {
         before
     }
 
-    /// If another vCPU has started this vCPU, switches it on. Returns where it begins to execute.
+    /// If another vCPU has started this vCPU, sets its state to on, and returns where it begins to execute. Otherwise
+    /// returns `None`.
     pub(crate) fn take_start(&self) -> Option<Start> {
         let mut power = self.lock();
         match *power {

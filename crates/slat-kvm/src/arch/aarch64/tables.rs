@@ -2,10 +2,10 @@
 //!
 //! The controllers find memory by the memslots, without the second level. A thread that accesses memory this way has
 //! entered the engine, as a vCPU in `KVM_RUN` or as a [`Visitor`]. A call that removes a memslot waits for all threads
-//! that have entered. So no access goes to memory that the client has taken back.
+//! that have entered. So no thread accesses memory after the client has removed its memslot.
 //!
-//! Writes are noted in dirty bitmaps at once. A dirty ring belongs to a vCPU, so the vCPU whose access made the
-//! controllers write notes the pages after the access ([`Tables::take_unlogged`]).
+//! Writes are noted in dirty bitmaps at once. A dirty ring belongs to a vCPU, so the vCPU whose access has made the
+//! controllers write notes the pages in its ring after this access ([`Tables::take_unlogged`]).
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, no_memory};
@@ -25,7 +25,8 @@ pub(crate) struct Tables {
     has_unlogged: AtomicBool,
 }
 
-/// A guest of the engine that is no vCPU of the VM: a call of the client that accesses guest memory.
+/// A temporary vCPU of the engine, which is no vCPU of the VM. A call of the client uses it to enter the engine and
+/// access guest memory.
 pub(crate) struct Visitor(EngineVcpu);
 
 impl AsMut<EngineVcpu> for Visitor {
@@ -59,9 +60,9 @@ impl Tables {
         result
     }
 
-    /// Takes a page that was written while dirty rings are enabled, for the caller's vCPU to note in its ring. What the
-    /// client's calls write is noted by the next vCPU that runs. So a client that saves tables while no vCPU runs has
-    /// to copy their memory afterwards.
+    /// Removes and returns a page that was written while dirty rings are enabled, for the caller's vCPU to note in its
+    /// ring. If a call of the client has written the page, the next vCPU that runs notes it. So a client that saves
+    /// tables while no vCPU runs has to copy the memory of the tables afterwards.
     pub(crate) fn take_unlogged(&self) -> Option<u64> {
         let has_some = self.has_unlogged.load(Ordering::Relaxed);
         has_some
@@ -85,7 +86,7 @@ impl Tables {
     }
 
     /// Accesses `len` bytes, memslot by memslot. `copy` gets the host address of each part, and the part's range among
-    /// the bytes. The part is accessed again as long as a kick interrupts the access.
+    /// the bytes. If the signal of a kick interrupts the access to a part, that access is repeated.
     fn access<E>(
         &self,
         gpa: u64,
@@ -109,7 +110,7 @@ impl Tables {
     }
 }
 
-/// Returns the frame of an address, in the host's pages, in which the engine counts.
+/// Returns the frame of an address. The engine's frames have the size of the host's pages.
 fn gfn(gpa: u64) -> Gfn {
     Gfn(gpa / page_size() as u64)
 }
@@ -117,8 +118,8 @@ fn gfn(gpa: u64) -> Gfn {
 impl Memory for Tables {
     fn read(&self, gpa: u64, bytes: &mut [u8]) -> std::result::Result<(), Fault> {
         self.access(gpa, bytes.len(), false, |host, part| {
-            // SAFETY: `host` is in a memslot, whose memory the client has given to the guest, and which stays while
-            // this thread is entered. The copy is guarded.
+            // SAFETY: `host` is in a memslot, whose memory the client has given to the guest. The memslot is not
+            // removed while this thread is entered. The copy is guarded.
             unsafe { slat_guard::copy_in(&mut bytes[part], host) }
         })
     }

@@ -3,7 +3,8 @@
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 
-/// The number of lines that routes can name: KVM's `KVM_IRQCHIP_NUM_PINS`, which is the number of INTIDs of SPIs.
+/// The number of lines that routes can name: KVM's `KVM_IRQCHIP_NUM_PINS`. It is the number of SPIs, whose INTIDs are
+/// 32 to 1019.
 const LINES: u32 = 1020 - 32;
 
 /// A line or a message to which a GSI is routed.
@@ -71,7 +72,8 @@ impl Target {
         }
     }
 
-    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to one line or to one message.
+    /// Whether a GSI that has the target `self` must not have a second target. As in KVM, a GSI is routed to only one
+    /// line or one message.
     pub(crate) fn excludes(self, _other: Target) -> bool {
         true
     }

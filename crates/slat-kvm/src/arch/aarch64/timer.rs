@@ -1,10 +1,10 @@
 //! The timers of a vCPU (DDI 0487, D11): the virtual timer and the physical one.
 //!
-//! Each counts the host's counter minus an offset that the client can set. The virtual counter and the physical one of
-//! a new VM are equal; as in KVM, a client that sets one of them does not set the other. A client can also set one
-//! offset for both (`KVM_ARM_SET_COUNTER_OFFSET`); then they stay equal, because writes of the counters have no effect
-//! any more. Without an interrupt controller the output of a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and
-//! ends a WFI.
+//! The counter of each timer is the host's counter minus an offset that the client can set. The virtual counter and the
+//! physical one of a new VM are equal; as in KVM, a client that sets one of them does not set the other. A client can
+//! also set one offset for both (`KVM_ARM_SET_COUNTER_OFFSET`); then they stay equal, because writes of the counters
+//! have no effect any more. Without an interrupt controller the output of a timer is a bit of `kvm_run`
+//! (`KVM_CAP_ARM_USER_IRQ`), and ends a WFI.
 
 use crate::arch::aarch64::clock::{frequency, ticks};
 use slat_a64::SystemName;
@@ -16,7 +16,7 @@ const CNTFRQ: SystemName = SystemName::new(3, 3, 14, 0, 0);
 const CNTPCT: SystemName = SystemName::new(3, 3, 14, 0, 1);
 const CNTVCT: SystemName = SystemName::new(3, 3, 14, 0, 2);
 
-/// CNTx_CTL: the timer is enabled; its output is masked; the condition is met.
+/// The bits of CNTx_CTL: the timer is enabled; its output is masked; its condition is met.
 const ENABLE: u64 = 1 << 0;
 const MASK: u64 = 1 << 1;
 const STATUS: u64 = 1 << 2;
@@ -43,16 +43,16 @@ enum Field {
     Compare,
 }
 
-/// The differences between the host's counter and the guest's counters. All vCPUs of a VM have the same ones, so that
-/// their counters agree.
+/// The differences between the host's counter and the guest's counters. All vCPUs of a VM have the same differences, so
+/// that their counters agree.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Offsets(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// By [`Which`].
+    /// The offset of each counter, indexed by [`Which`].
     offsets: [AtomicU64; 2],
-    /// The client has set one offset for both counters.
+    /// Whether the client has set one offset for both counters.
     is_for_both: AtomicBool,
 }
 
@@ -75,7 +75,7 @@ impl Offsets {
 pub(crate) struct Timers {
     timers: [Timer; 2],
     offsets: Offsets,
-    /// The offsets at the last call of [`Timers::deadline`].
+    /// The offsets at the time of the last call of [`Timers::deadline`].
     known: [u64; 2],
 }
 
@@ -108,7 +108,7 @@ impl Timers {
         }
     }
 
-    /// Resets the registers. The counters go on.
+    /// Resets the registers. The counters continue to count.
     pub(crate) fn reset(&mut self) {
         self.timers = [Timer::default(); 2];
     }
@@ -118,7 +118,7 @@ impl Timers {
         ticks().wrapping_sub(self.offsets.0.offsets[which as usize].load(Relaxed))
     }
 
-    /// Sets a counter of the guest, that of all vCPUs, unless the client has set one offset for both counters.
+    /// Sets a counter of the guest on all vCPUs, unless the client has set one offset for both counters.
     pub(crate) fn set_counter(&mut self, which: Which, value: u64) {
         let shared = &self.offsets.0;
         if !shared.is_for_both.load(Relaxed) {
@@ -145,7 +145,7 @@ impl Timers {
         self.is_met(which) && self.timer(which).control & MASK == 0
     }
 
-    /// Returns the time at which an output that is not asserted now will be asserted.
+    /// Returns the earliest time at which an output that is not asserted now will be asserted. `None`: never.
     pub(crate) fn deadline(&mut self) -> Option<Instant> {
         self.known = self.offsets.get();
         let waits = |which: &Which| {
@@ -157,14 +157,14 @@ impl Timers {
             .iter()
             .filter_map(waits)
             .min()?;
-        // A time beyond the host's clock is never.
+        // If the time is beyond the range of the host's clock, the timer never expires.
         let nanoseconds = u128::from(least) * 1_000_000_000 / u128::from(frequency());
         let wait = Duration::from_nanos(u64::try_from(nanoseconds).ok()?);
         Instant::now().checked_add(wait)
     }
 
-    /// Reads a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of the
-    /// timers', or cannot be read.
+    /// Reads a register of the timers. The processor has checked the rights of EL0. `None`: `name` is no register of
+    /// the timers, or the register cannot be read.
     pub(crate) fn read(&self, name: SystemName) -> Option<u64> {
         Some(match (name, register(name)) {
             (CNTFRQ, _) => frequency(),
@@ -173,7 +173,7 @@ impl Timers {
             (_, Some((which, field))) => {
                 let timer = self.timer(which);
                 match field {
-                    // A signed difference of 32 bits.
+                    // The register is the signed difference of 32 bits.
                     Field::Value => timer.compare.wrapping_sub(self.counter(which)) as u32 as u64,
                     Field::Control if self.is_met(which) => timer.control | STATUS,
                     Field::Control => timer.control,
@@ -184,8 +184,8 @@ impl Timers {
         })
     }
 
-    /// Writes a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of
-    /// the timers', or cannot be written.
+    /// Writes a register of the timers. The processor has checked the rights of EL0. `None`: `name` is no register of
+    /// the timers, or the register cannot be written.
     pub(crate) fn write(&mut self, name: SystemName, value: u64) -> Option<()> {
         let (which, field) = register(name)?;
         let counter = self.counter(which);
@@ -199,8 +199,8 @@ impl Timers {
     }
 }
 
-/// Returns the register by which the API names the counter or a timer's register, if `name` is one. The API's names of
-/// CVAL and CNT of the virtual timer are exchanged (api.rst 4.68).
+/// Returns the name that the API uses for the register `name` of a timer or a counter. Other names are returned
+/// unchanged. The API's names of CVAL and CNT of the virtual timer are exchanged (api.rst 4.68).
 pub(crate) fn api_name(name: SystemName) -> SystemName {
     const API_COMPARE: SystemName = SystemName::new(3, 3, 14, 0, 2);
     const API_COUNTER: SystemName = SystemName::new(3, 3, 14, 3, 2);

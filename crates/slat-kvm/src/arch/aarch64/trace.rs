@@ -10,8 +10,8 @@ pub(crate) fn enters(_vcpu_id: u32, state: &State) {
     point(|| Entry { vcpu_pc: state.pc });
 }
 
-/// Traces that the vCPU has left the guest. A trace has an exit for each entry, so a missing exit is recorded as
-/// `Attention`.
+/// Traces that the vCPU has left the guest. A trace has an exit for each entry, so if there was no exit, `Attention` is
+/// recorded.
 #[inline]
 pub(crate) fn left(_vcpu_id: u32, state: &State, exit: Option<&Exit>) {
     point(|| {
@@ -24,7 +24,7 @@ pub(crate) fn left(_vcpu_id: u32, state: &State, exit: Option<&Exit>) {
     });
 }
 
-/// Returns the class of the exception that KVM would see. `None`: an interrupt of the host.
+/// Returns the class of the exception that KVM would see for an exit. `None`: KVM would see an interrupt of the host.
 fn class(exit: &Exit) -> Option<u32> {
     Some(match exit {
         Exit::Attention => return None,
@@ -41,7 +41,7 @@ fn class(exit: &Exit) -> Option<u32> {
     })
 }
 
-/// Traces that the guest waits. `is_wfe`: for an event, and not for an interrupt.
+/// Traces that the guest waits: for an event (WFE) if `is_wfe`, otherwise for an interrupt (WFI).
 #[inline]
 pub(crate) fn waits(state: &State, is_wfe: bool) {
     point(|| Wfx {

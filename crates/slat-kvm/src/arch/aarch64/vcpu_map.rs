@@ -1,4 +1,5 @@
-//! The map of the addresses by which interrupts name vCPUs. No interrupt is sent without an interrupt controller.
+//! The map of the addresses by which interrupt messages name vCPUs. On arm64 it is empty, because the GIC keeps its own
+//! list of vCPUs.
 
 use crate::errno::Result;
 use crate::vcpu_common::VcpuCommon;
@@ -17,6 +18,6 @@ impl VcpuMap {
         Ok(())
     }
 
-    /// Replaces the addresses by those that the vCPUs have now.
+    /// Replaces the map's addresses by those that the vCPUs have now.
     pub(crate) fn rebuild(&mut self, _vcpus: &[Shared<VcpuCommon>]) {}
 }

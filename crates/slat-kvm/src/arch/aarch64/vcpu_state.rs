@@ -19,7 +19,7 @@ pub(crate) struct VcpuState {
     /// The features of `KVM_ARM_VCPU_INIT`. `None`: the client has not initialised the vCPU.
     pub(crate) features: Option<u32>,
     pub(crate) unfinished: Unfinished,
-    /// The last access to a device that the client was told of.
+    /// The last access to a device that was reported to the client.
     pub(crate) device_access: Option<Stage2<Refusal>>,
 }
 

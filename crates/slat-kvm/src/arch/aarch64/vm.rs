@@ -19,7 +19,8 @@ impl VmObject {
     /// `KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE`, `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS`.
     ///
     /// # Errors
-    /// `EINVAL`: there is no such capability, the last one is enabled when there are vCPUs, or the errors of [`eager_split::set_chunk`].
+    /// `EINVAL`: for an unknown capability, for enabling `KVM_CAP_ARM_WRITABLE_IMP_ID_REGS` when there are vCPUs, and
+    /// in the cases of [`eager_split::set_chunk`].
     pub(crate) fn enable_arch_cap(&self, cap: u32, argument: u64) -> Result<()> {
         match cap {
             KVM_CAP_ARM_NISV_TO_USER => self.arch.report_nisv(),
@@ -38,7 +39,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// Switches all vCPUs off, because the guest has asked for the end of the system. The client resets them.
+    /// Switches all vCPUs off. Call when the guest has asked for the end of the system. The client is expected to reset
+    /// the vCPUs.
     pub(crate) fn stop_vcpus(&self) {
         for vcpu in self.interrupts.vcpus.read().iter() {
             vcpu.arch.set_power(Power::Off);
@@ -59,7 +61,7 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_HAS_DEVICE_ATTR`: the VM has the filter of SMCCC calls.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`: the VM's only attribute is the filter of SMCCC calls.
     ///
     /// # Errors
     /// `ENXIO` for another attribute.
@@ -75,9 +77,9 @@ impl VmObject {
     /// (`KVM_ARM_VM_SMCCC_FILTER`).
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond
-    /// the last one. `EEXIST` if the filter has one of the functions already, or if it is one of Arm's architecture.
-    /// `EBUSY` after a vCPU has run. `ENOMEM`.
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, an empty range of functions,
+    /// or a range beyond the last function. `EEXIST` if the filter already has one of the functions, or if one belongs
+    /// to Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         self.has_attribute(attribute)?;
         let filter: kvm_smccc_filter = user::read(attribute.addr)?;
@@ -85,7 +87,7 @@ impl VmObject {
         self.arch.settings().add_filter(&filter)
     }
 
-    /// Refuses a call that a running vCPU could notice.
+    /// Refuses a call whose effect a running vCPU could notice: checks that no vCPU runs.
     ///
     /// # Errors
     /// `EBUSY`.

@@ -1,6 +1,6 @@
 //! The interrupt controllers as devices of KVM's API: `KVM_CREATE_DEVICE`, device attributes, `KVM_CREATE_IRQCHIP` and
-//! `KVM_ARM_SET_DEVICE_ADDR`. `slat-gic` has the attributes. This file copies their values, puts frames on the bus, and
-//! refuses attributes that a running vCPU would notice.
+//! `KVM_ARM_SET_DEVICE_ADDR`. The crate `slat-gic` implements the attributes. This file copies their values from and to
+//! the client, puts MMIO frames on the bus, and refuses accesses to attributes that a running vCPU would notice.
 
 use crate::arch::aarch64::chips::{Chips, names, refused};
 use crate::arch::aarch64::devices::Device as OnBus;
@@ -36,7 +36,7 @@ impl VmDevice {
         matches!(kind, V2 | V3 | ITS)
     }
 
-    /// Returns the name that the link of the device's descriptor shows.
+    /// Returns the name to which the link of the device's descriptor in `/proc/self/fd` points.
     pub(crate) fn link(&self) -> &'static str {
         match self {
             VmDevice::Gic(Model::V2) => "anon_inode:kvm-arm-vgic-v2",
@@ -59,7 +59,7 @@ impl VmDevice {
         }
     }
 
-    /// Refuses an access that a running vCPU could notice.
+    /// Refuses an access that a running vCPU could notice while a vCPU runs.
     ///
     /// # Errors
     /// `EBUSY`.
@@ -124,12 +124,13 @@ impl VmDevice {
     /// Carries out `KVM_SET_DEVICE_ATTR`.
     ///
     /// # Errors
-    /// As [`get`](Self::get).
+    /// The errors are those of [`get`](Self::get).
     pub(crate) fn set(self, vm: &VmObject, attribute: &kvm_device_attr) -> Result<()> {
         let group = attribute.group;
         check_group(group)?;
         self.check_rest(vm, attribute)?;
-        // Some attributes save tables to guest memory.
+        // Some attributes save tables to guest memory, which must include the interrupts of irqfds that are already
+        // signalled.
         vm.interrupts.irqfds.inject_signalled();
         let value = match value_size(group) {
             0 => 0,
@@ -156,7 +157,8 @@ impl VmDevice {
                     None if group == group::CONTROL && number != control::INITIALIZE => {
                         Err(Error::Busy)
                     }
-                    // No interrupt exists before the GIC does. So these attributes do not change the GIC.
+                    // Without a GIC no interrupt exists, so an attribute of the ITS does not change the GIC. A
+                    // temporary GIC takes its place.
                     None => {
                         let mut none =
                             Gic::new(Model::V3, *slat_gic::gic::INTERRUPTS.start(), &[])?;
@@ -185,7 +187,7 @@ fn check_group(group: u32) -> Result<()> {
     }
 }
 
-/// Returns what accesses to attributes of the GIC need of the VM.
+/// Returns the parts of a VM that the GIC's attributes use.
 fn context<'a>(chips: &'a Chips, vcpus: &'a [slat_gic::gic::VcpuName]) -> Vm<'a, Tables> {
     Vm {
         vcpus,
@@ -195,7 +197,7 @@ fn context<'a>(chips: &'a Chips, vcpus: &'a [slat_gic::gic::VcpuName]) -> Vm<'a,
 }
 
 impl VmObject {
-    /// Returns the interrupt controllers, which may be none yet.
+    /// Returns the interrupt controllers. Creates an empty set of controllers on the first call.
     fn chips(&self) -> &Chips {
         self.interrupts.arch.chips.get_or_init(|| {
             let tables = Tables::new(self.engine.clone());
@@ -230,7 +232,7 @@ impl VmObject {
             _ => return fail(libc::ENODEV),
         };
         irqfd::prepare();
-        // While this thread holds the lock, no other thread can create a vCPU.
+        // While this thread holds this lock, no other thread can create a vCPU.
         let vcpus = self.vcpus_mut();
         let chips = self.chips();
         if chips.model().is_some() {
@@ -247,7 +249,7 @@ impl VmObject {
     /// Carries out `KVM_CREATE_IRQCHIP`: creates a GICv2.
     ///
     /// # Errors
-    /// As [`create_device`](Self::create_device).
+    /// The errors are those of [`create_device`](Self::create_device).
     pub fn create_irqchip(&self) -> Result<()> {
         let _call = self.begin()?;
         self.create_arch_device(V2).map(drop)

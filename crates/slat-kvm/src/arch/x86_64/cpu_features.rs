@@ -157,8 +157,8 @@ mod tests {
     fn the_cpu_has_what_models_of_its_vendor_have() {
         let table = supported().unwrap();
         let mut expected = vec![
-            // The following bits are VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD; UMIP; XSAVEOPT
-            // XSAVEC XGETBV1 XSAVES.
+            // The following bits, one group per line, are VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES
+            // SSBD; UMIP; XSAVEOPT XSAVEC XGETBV1 XSAVES.
             (1, 0, 3, 1 << 1),
             (7, 0, 3, 1 << 10 | 0b10_1111 << 26),
             (7, 0, 2, 1 << 2),
@@ -167,7 +167,8 @@ mod tests {
             (0x8000_0008, 0, 1, 1 << 12 | 1 << 14 | 1 << 15 | 1 << 24),
         ];
         if is_amd() {
-            // The following bits are MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO XSAVEERPTR; AUTOIBRS.
+            // The following bits, one group per line, are MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO
+            // XSAVEERPTR; AUTOIBRS.
             expected.extend([
                 (0x8000_0001, 0, 3, 1 << 22 | 1 << 25),
                 (0x8000_0001, 0, 2, 1 << 4 | 1 << 6 | 1 << 7 | 1 << 9),

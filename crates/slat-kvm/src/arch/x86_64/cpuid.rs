@@ -114,7 +114,7 @@ mod feature {
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
     /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Only Intel's CPUs have the bit.
     pub const LEAF1_EDX_SELF_SNOOP: u32 = 1 << 27;
-    /// The bits of leaf 1 EDX that AMD's CPUs repeat in leaf 0x8000_0001.
+    /// The bits of leaf 1 EDX that AMD's CPUs repeat in EDX of leaf 0x8000_0001.
     pub const EXT1_EDX_AMD_COPY: u32 = 0x0183_f3ff;
 }
 
@@ -346,7 +346,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     } = identity;
     let amd = identity.is_amd();
     let nested = cpu_policies::current().nested;
-    // The leaf does not have the TSC-deadline bit, because that timer belongs to the local APIC, which the client may
+    // Leaf 1 does not have the TSC-deadline bit, because that timer belongs to the local APIC, which the client may
     // emulate. KVM_CAP_TSC_DEADLINE_TIMER reports the timer of slat's own local APIC.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
@@ -597,7 +597,8 @@ mod tests {
             assert_eq!(eax >> 4 & 15 | eax >> 12 & 0xf0, model);
             assert_ne!(lookup(&table, 7, 0)[3] & LEAF7_EDX_ARCH_CAPABILITIES, 0);
             if identity.is_amd() {
-                // The bits are SSB_NO, BTC_NO; SRSO_NO, SRSO_USER_KERNEL_NO; TSA_SQ_NO, TSA_L1_NO, TSA_FILL_NO.
+                // The bits that are checked are, by leaf, SSB_NO and BTC_NO; SRSO_NO and SRSO_USER_KERNEL_NO;
+                // TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO.
                 let ext8 = lookup(&table, 0x8000_0008, 0)[1];
                 assert_eq!(ext8 >> 26 & 0b1001, 0b1001);
                 let ext21 = lookup(&table, 0x8000_0021, 0);
@@ -671,7 +672,8 @@ mod tests {
 
     #[test]
     fn the_levels_of_x86_64_are_complete() {
-        // The integer part of x86-64-v3 has the bits MOVBE, OSXSAVE's XSAVE, BMI1, BMI2, LZCNT.
+        // The bits that are checked are those of the integer instructions in x86-64-v3: MOVBE, XSAVE (which sets
+        // OSXSAVE), BMI1, BMI2, LZCNT.
         let table = supported().unwrap();
         let has =
             |leaf, register: usize, bit: u32| lookup(&table, leaf, 0)[register] >> bit & 1 != 0;

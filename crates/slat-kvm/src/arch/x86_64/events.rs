@@ -42,7 +42,8 @@ impl Requested {
         if let Some(pending) = self.exception {
             show_exception(events, pending.exception);
             events.exception.pending = 1;
-            // As in KVM, a client without the capability sees a pending exception also as injected.
+            // As in KVM, a client that has not enabled KVM_CAP_EXCEPTION_PAYLOAD sees a pending exception also as
+            // injected.
             events.exception.injected = u8::from(!options.exception_payload());
             events.exception_has_payload = u8::from(pending.payload.is_some());
             events.exception_payload = pending.payload.unwrap_or(0);
@@ -124,7 +125,7 @@ fn exception(events: &kvm_vcpu_events) -> Exception {
     }
 }
 
-/// The events that are not part of the CPU's state.
+/// The events of `KVM_SET_VCPU_EVENTS` that are not part of the CPU's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elsewhere {
     /// The number of pending NMIs, if the client sets it.
@@ -200,7 +201,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    // An NMI in the CPU's state counts as pending for clients. Without the flag, the call does not change pending NMIs.
+    // An NMI in the CPU's state counts as pending for clients. Without this flag, the call changes no pending NMI.
     let waiting = match events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING {
         0 => held.nmis,
         _ => 0,

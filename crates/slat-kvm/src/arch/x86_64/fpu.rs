@@ -89,7 +89,7 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
         image[160..416].copy_from_slice(&area[160..416]);
     }
     let high = avx_offset().filter(|_| present & xcr0::AVX != 0);
-    // As in KVM, MXCSR is copied if any of these components is present.
+    // As in KVM, MXCSR is copied if x87, SSE or AVX state is present.
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));

@@ -59,7 +59,7 @@ words! { Processor, "host, amd, intel":
 }
 
 policies! {
-    /// The guest code that is compiled.
+    /// The policy that chooses which guest code is compiled.
     JIT Jit(Jit) = Jit::On;
     /// Whether guests are offered SVM.
     NESTED Nested(Switch) = Switch(true);
@@ -72,7 +72,7 @@ policies! {
 /// The values of the policies of the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuPolicies {
-    /// The guest code that is compiled.
+    /// Chooses which guest code is compiled.
     pub jit: Jit,
     /// Whether guests are offered SVM.
     pub nested: bool,

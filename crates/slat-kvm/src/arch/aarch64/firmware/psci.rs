@@ -16,14 +16,14 @@ const ALREADY_ON: u64 = -4i64 as u64;
 const ON_PENDING: u64 = -5i64 as u64;
 const INTERNAL_FAILURE: u64 = -6i64 as u64;
 
-/// AFFINITY_INFO's answers.
+/// The results of AFFINITY_INFO.
 const ON: u64 = 0;
 const OFF: u64 = 1;
 
-/// MIGRATE_INFO_TYPE's answer: no trusted operating system has to be migrated.
+/// The result of MIGRATE_INFO_TYPE: no trusted operating system has to be migrated.
 const NO_MIGRATION: u64 = 2;
 
-/// The functions of PSCI: the numbers of standard services that are its own.
+/// The functions of PSCI: its range of numbers among Arm's standard services.
 const FUNCTIONS: std::ops::RangeInclusive<u32> = 0x8400_0000..=0x8400_001f;
 
 /// The functions, by their numbers for 32-bit calls. A 64-bit call has [`CALL64`] set, too.
@@ -42,7 +42,7 @@ mod function {
     pub(super) const SYSTEM_OFF2: u32 = 0x8400_0015;
 }
 
-/// SYSTEM_OFF2's type for hibernation, and the bit for it in PSCI_FEATURES' answer.
+/// The type of SYSTEM_OFF2 that hibernates the system, and the bit for it in the result of PSCI_FEATURES.
 const HIBERNATE_OFF: u64 = 1;
 
 /// Whether a function is PSCI's.
@@ -63,7 +63,8 @@ impl VmObject {
             // These functions have no 64-bit form.
             _ if is64 && !has_64_bits(number & !CALL64) => returns(NOT_SUPPORTED),
             function::PSCI_VERSION => returns(version),
-            // The processor has no state in which it loses its registers.
+            // As the processor has no state in which it loses its registers, CPU_SUSPEND always waits with all
+            // registers kept.
             function::CPU_SUSPEND => Outcome::Standby,
             function::CPU_OFF => {
                 caller.arch.set_power(Power::Off);
@@ -161,7 +162,7 @@ impl VmObject {
     }
 }
 
-/// The value of X0 after a call for the system's end that the client has not carried out.
+/// The value of X0 after a call that asks for the end of the system, if the client lets the guest continue.
 pub(crate) const SYSTEM_CALL_RETURNED: u64 = INTERNAL_FAILURE;
 
 /// Whether a function of PSCI has a form for 64-bit calls.

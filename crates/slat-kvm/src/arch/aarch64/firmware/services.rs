@@ -1,5 +1,5 @@
 //! The services of a hypervisor: random numbers (DEN 0098), stolen time (DEN 0057), and KVM's own (hypercalls.rst,
-//! ptp_kvm.rst). A client may take each away from its guest.
+//! ptp_kvm.rst). A client can hide each service from its guest.
 
 use crate::arch::aarch64::firmware::NOT_SUPPORTED;
 use crate::arch::aarch64::machine::VcpuMachine;
@@ -30,14 +30,16 @@ const RANDOM_SOURCE: [u64; 4] = [0x5f6e_7ac2, 0x4a4b_9d10, 0x8e11_b6a3, 0x3c9d_0
 /// The identifier of KVM. A guest that finds this identifier looks for KVM's own services.
 const KVM_UID: [u64; 4] = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
 
-/// The counter of which a guest asks the host's clock: the virtual or the physical one.
+/// The guest's argument that chooses the counter which is returned with the host's clock: the virtual one or the
+/// physical one.
 const VIRTUAL_COUNTER: u64 = 0;
 const PHYSICAL_COUNTER: u64 = 1;
-/// The number of times that the clock is read, each time between two readings of the counter. The most exact reading
-/// counts.
+/// The number of readings of the host's clock. Each is made between two readings of the counter, and the reading with
+/// the shortest time between these two is used.
 const CLOCK_READINGS: usize = 3;
 
-/// Returns the service of a function, as a register of services and a bit.
+/// Returns the service to which a function belongs: the index of a register of services, and the service's bit in this
+/// register.
 fn service(function: u32) -> Option<(usize, u64)> {
     Some(match function {
         RANDOM_VERSION | RANDOM_FEATURES | RANDOM_UUID | RANDOM_32 | RANDOM_64 => {
@@ -83,7 +85,8 @@ pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> 
     })
 }
 
-/// Returns the result, and `bits` random bits in X1 to X3, of which X3 has the lowest. Each register has `width` bits.
+/// Returns the values of X0 to X3: the result, and `bits` random bits. Each of X1 to X3 has `width` of them, and X3 has
+/// the lowest ones.
 fn random(bits: u64, width: u32) -> [u64; 4] {
     let bits = bits as u32;
     if bits > 3 * width {
@@ -103,7 +106,7 @@ fn random(bits: u64, width: u32) -> [u64; 4] {
     if got != Ok(bytes.len() as isize) {
         return [NO_ENTROPY, 0, 0, 0];
     }
-    // Register `n`, counted from the lowest, has the bits from `n * width`.
+    // Register `n` holds the random bits from `n * width` on. `n` is 0 for X3, which has the lowest bits.
     let register = |n: u32| {
         let count = bits.saturating_sub(n * width).min(width);
         let word = u64::from_le_bytes(std::array::from_fn(|i| bytes[8 * n as usize + i]));
@@ -112,8 +115,8 @@ fn random(bits: u64, width: u32) -> [u64; 4] {
     [0, register(2), register(1), register(0)]
 }
 
-/// Returns the host's clock in nanoseconds since 1970, and the guest's counter of the same time, each as the upper and
-/// the lower 32 bits.
+/// Returns the host's clock in nanoseconds since 1970, and the guest's counter at the same time. Each is two values:
+/// the upper 32 bits, then the lower 32 bits.
 fn host_clock(machine: &VcpuMachine, counter: u64) -> [u64; 4] {
     let which = match counter {
         VIRTUAL_COUNTER => Which::Virtual,

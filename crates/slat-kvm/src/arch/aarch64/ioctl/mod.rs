@@ -1,5 +1,5 @@
-//! Requests that only arm64 has. Each function of this folder gets the requests that the neutral function of the same
-//! object does not have.
+//! Requests that only arm64 has. For each kind of object, the architecture-neutral function passes the requests that it
+//! does not know to the function in this folder.
 
 pub(crate) mod system;
 pub(crate) mod vcpu;

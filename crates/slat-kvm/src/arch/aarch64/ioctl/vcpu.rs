@@ -7,12 +7,12 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::kvm_one_reg;
 
-// This function is not inlined, because otherwise other requests would have this function's frame, too.
+// Not inlined, so that the other requests do not get this function's large stack frame.
 #[inline(never)]
 pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     match request {
         KVM_ARM_VCPU_INIT => vcpu.init(&user::read(argument)?)?,
-        // Only vCPUs with SVE or realms are finalized.
+        // Only vCPUs with SVE and those in realms are finalized, and slat has neither.
         KVM_ARM_VCPU_FINALIZE => {
             user::read::<u32>(argument)?;
             return fail(libc::EINVAL);
@@ -30,7 +30,7 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
         KVM_GET_REG_LIST => {
             let room: u64 = user::read(argument)?;
             let registers = vcpu.registers()?;
-            // The number of registers is written also if the client's list is too short for them.
+            // The number of registers is written even if the client's list is too short for them.
             user::write(argument, &(registers.len() as u64))?;
             if room < registers.len() as u64 {
                 return fail(libc::E2BIG);

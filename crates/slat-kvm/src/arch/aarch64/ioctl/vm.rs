@@ -6,7 +6,7 @@ use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::reg_mask_range;
 
-// This function is not inlined, because otherwise other requests would have this function's frame, too.
+// Not inlined, so that the other requests do not get this function's large stack frame.
 #[inline(never)]
 pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
     match request {

@@ -12,8 +12,8 @@ use std::sync::atomic::{Ordering, fence};
 /// The size of the pages by which the processor translates.
 const PAGE: u64 = 4096;
 
-/// Orders an access with the accesses before it and after it. A fence on both sides orders more than the architecture
-/// demands of a load-acquire or a store-release.
+/// Orders an access with the accesses before it and after it. The fences before and after an access order more than the
+/// architecture demands of a load-acquire or a store-release.
 fn fenced<R>(order: Order, work: impl FnOnce() -> R) -> R {
     if order == Order::default() {
         return work();
@@ -30,7 +30,8 @@ impl VcpuMachine {
         let size = page_size() as u64;
         let found = self.memory.data_page(ipa & !(size - 1), access);
         let found = found.map_err(refusal)?;
-        // The host's pages can be larger than the processor's.
+        // A page of the host can be larger than the processor's page. Then the processor's page begins at this offset
+        // in it.
         let inside = ipa & (size - 1) & !(PAGE - 1);
         Ok(Page {
             base: found.host.as_ptr() as u64 + inside,
@@ -39,8 +40,8 @@ impl VcpuMachine {
         })
     }
 
-    /// Returns the result of a guarded access at `at`. An access that has failed is made again after the attention
-    /// word's requests were served.
+    /// Returns the result of a guarded access at `at`. An access that has failed is made again after the vCPU has
+    /// served the requests in its attention word.
     #[inline(always)]
     fn guarded<R>(&mut self, at: u64, result: Result<R, Gone>) -> Result<R, Refusal> {
         result.map_err(|_| self.gone(at))
@@ -48,14 +49,15 @@ impl VcpuMachine {
 
     #[cold]
     fn gone(&mut self, at: u64) -> Refusal {
-        // A kick may interrupt any access, even an access that need not wait.
+        // The signal of a kick may interrupt any access. It is an interruption of a wait only if the page is not in
+        // memory.
         self.memory.is_interrupted |= slat_guard::was_kicked() && !is_resident(at as usize);
         self.memory.forget(at as *const u8);
         Refusal::Retry
     }
 
     /// Notes in this vCPU's dirty ring the pages that the interrupt controllers have written; the vCPU is entered.
-    /// Pages for which the ring has no space stay unnoted until the next call.
+    /// Pages for which the ring has no space are noted by a later call.
     pub(crate) fn log_tables(&mut self) {
         let vm = &self.vm;
         let tables = vm.interrupts.gic().map(|chips| &chips.tables);

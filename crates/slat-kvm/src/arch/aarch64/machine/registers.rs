@@ -1,5 +1,5 @@
-//! The system registers that the machine has: those that identify the processor's place and its caches, and the
-//! timers'.
+//! The system registers that the machine has: those that identify the processor's position among the vCPUs, those that
+//! identify its caches, and those of the timers.
 
 use crate::arch::aarch64::identification::IdRegister;
 use crate::arch::aarch64::machine::VcpuMachine;
@@ -16,10 +16,10 @@ const CSSELR: SystemName = SystemName::new(3, 2, 0, 0, 0);
 const CLIDR_EXISTS: u64 = (1 << 47) - 1;
 const AIDR: SystemName = SystemName::new(3, 1, 0, 0, 7);
 
-/// The registers of `KVM_GET_REG_LIST` besides the timers' and those that the guest does not have.
+/// The registers of `KVM_GET_REG_LIST` that the guest has, except those of the timers.
 const LISTED: [SystemName; 3] = [MPIDR, CLIDR, CSSELR];
 
-/// FPEXC32_EL2: RES1 bits of a register of AArch32, which is there to be saved and restored.
+/// FPEXC32_EL2, a register for AArch32: clients save and restore it. Some of its bits are RES1.
 const FPEXC32: SystemName = SystemName::new(3, 4, 5, 3, 0);
 const FPEXC32_RESET: u64 = 0x700;
 /// The registers of `KVM_GET_REG_LIST` that no guest of this processor has: DBGVCR32, DISR, DACR32, IFSR32, FPEXC32.
@@ -31,7 +31,7 @@ const ABSENT: [SystemName; 5] = [
     FPEXC32,
 ];
 
-/// The registers of a debugger outside the processor, which does not exist: MDRAR, DBGCLAIMSET, DBGCLAIMCLR,
+/// The registers of an external debugger, which this processor does not have: MDRAR, DBGCLAIMSET, DBGCLAIMCLR,
 /// DBGAUTHSTATUS, MDCCSR, DBGDTR, and DBGDTRRX with DBGDTRTX. As in KVM they read as zero and ignore writes: kernels
 /// look for such a debugger's console (Linux' `hvc_dcc`).
 const DEBUGGER: [SystemName; 7] = [
@@ -45,7 +45,8 @@ const DEBUGGER: [SystemName; 7] = [
 ];
 
 /// Returns the registers that the client saves and restores, although the guest does not have them, with their values
-/// after reset. KVM lists 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR) on every processor.
+/// after reset. As KVM does, includes 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR): KVM lists 16
+/// breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR) on every processor.
 pub(super) fn kept() -> Vec<(SystemName, u64)> {
     let debug = (0..16).flat_map(|n| (4..=7).map(move |op2| SystemName::new(2, 0, 0, n, op2)));
     let is_held = |name: &SystemName| slat_a64::system_registers().any(|held| held == *name);
@@ -60,7 +61,7 @@ impl VcpuMachine {
         Some(match name {
             MPIDR if el1 => self.common.arch.mpidr(),
             CLIDR if el1 => self.cache_levels,
-            // There is no level of caches that software has to manage, so no cache can be selected.
+            // CCSIDR describes no cache, because there is no level of caches that software has to manage.
             CCSIDR if el1 => 0,
             AIDR if el1 => {
                 let register = IdRegister::of(AIDR)?;

@@ -1,5 +1,5 @@
-//! The calls of a vCPU that read and change the state of arm64. File `one_reg` has the registers by id,
-//! and `timers` the attributes of the timers.
+//! The calls of a vCPU that read and change the state of arm64. The file `one_reg` reads and sets registers by their
+//! ids, and the file `timers` has the attributes of the timers.
 
 mod one_reg;
 mod timers;
@@ -33,7 +33,7 @@ impl VmObject {
     /// Creates the CPU of a new vCPU, its machine, and the other state that only one thread at a time uses.
     ///
     /// # Errors
-    /// `EBUSY` when the GIC is initialised. `EINVAL` when it can have no more vCPUs, and when its frames overlap.
+    /// `EBUSY` when the GIC is initialised. `EINVAL` when the GIC supports no more vCPUs, and when its frames overlap.
     pub(crate) fn parts_of_vcpu(
         self: &Arc<Self>,
         engine: EngineVcpu,
@@ -71,7 +71,7 @@ impl VcpuObject {
             return fail(libc::ENOENT);
         }
         let power_off = 1 << KVM_ARM_VCPU_POWER_OFF;
-        // Whether the vCPU is off after its reset may change.
+        // The client may change whether the vCPU is off after its reset, but no other feature.
         let lasting = features & !power_off;
         let differs = inner.arch.features.is_some_and(|before| before != lasting);
         if features & !FEATURES != 0 || differs {
@@ -101,7 +101,8 @@ impl VcpuObject {
         })
     }
 
-    /// Carries out `KVM_SET_MP_STATE`. A vCPU that another vCPU has started begins at its start nevertheless.
+    /// Carries out `KVM_SET_MP_STATE`. If another vCPU has started this vCPU, the registers are first reset for that
+    /// start.
     ///
     /// # Errors
     /// `EINVAL` for any state but runnable, stopped and suspended.
@@ -183,8 +184,8 @@ impl VcpuObject {
 }
 
 impl VcpuObject {
-    /// Carries out `KVM_HAS_DEVICE_ATTR`: a vCPU has the address of its structure for stolen time
-    /// (`KVM_ARM_VCPU_PVTIME_IPA`), where the host counts stolen time, and the PPIs of its timers.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`: the attributes are the address of the vCPU's structure for stolen time
+    /// (`KVM_ARM_VCPU_PVTIME_IPA`), if the host counts stolen time, and the PPIs of its timers.
     ///
     /// # Errors
     /// `ENXIO` for another attribute.
@@ -202,7 +203,7 @@ impl VcpuObject {
     }
 
     /// Carries out `KVM_GET_DEVICE_ATTR`: gets the PPI of a timer, or the guest-physical address of the structure for
-    /// stolen time. All bits of the address are set if there is no structure.
+    /// stolen time. If there is no structure, the address has all bits set.
     ///
     /// # Errors
     /// `ENXIO` for another attribute. `EFAULT`.
@@ -219,9 +220,9 @@ impl VcpuObject {
     /// structure for stolen time.
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64, or no memory, and
-    /// `EEXIST` if it is set. For a PPI, `EINVAL` without GIC and for a number of no PPI, and `EBUSY` after a vCPU has
-    /// run.
+    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64 or no memslot has
+    /// it, and `EEXIST` if the address was set before. For a PPI, `EINVAL` without GIC and for a number that is no PPI,
+    /// and `EBUSY` after a vCPU has run.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         if attribute.group == KVM_ARM_VCPU_TIMER_CTRL {
             return self.set_timer_ppi(attribute);
@@ -240,8 +241,8 @@ impl VcpuObject {
         }
     }
 
-    /// Locks a vCPU that the client has initialised, and carries out the reset that the vCPU owes to another one that
-    /// has started it.
+    /// Locks a vCPU that the client has initialised. If another vCPU has started this vCPU and its reset is not done
+    /// yet, resets it first.
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `EIO`.
@@ -256,7 +257,7 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Call when the vCPU exists. It waits for `KVM_ARM_VCPU_INIT`.
+    /// Does nothing on arm64: a new vCPU waits for `KVM_ARM_VCPU_INIT`. Call when the vCPU exists.
     pub(crate) fn begin_life(&mut self) {}
 
     /// Resets the vCPU. It begins to execute at `start`, if another vCPU has started it there.
@@ -270,7 +271,7 @@ impl Inner {
         }
     }
 
-    /// Gives the processor the VM's registers for identification.
+    /// Gives the processor the values of the VM's identification registers.
     pub(crate) fn identify(&mut self) {
         let settings = self.machine.settings();
         settings.identification().apply(&mut self.cpu.state);

@@ -1,8 +1,8 @@
 //! Registers by id: `KVM_GET_ONE_REG`, `KVM_SET_ONE_REG` and `KVM_GET_REG_LIST` (api.rst 4.68, "ARM registers").
 //!
-//! An id has the register's size, its group, and its place in the group. This file has four groups: the core registers,
-//! by their offset in `kvm_regs`; the system registers, by the fields of their names; and the registers of the firmware
-//! and of its optional services, by their number.
+//! An id consists of the register's size, its group, and its number in the group. This file has four groups. The number
+//! of a core register is its offset in `kvm_regs`. The number of a system register consists of the fields of its name.
+//! The registers of the firmware and of its optional services are counted.
 
 use crate::arch::aarch64::firmware;
 use crate::arch::aarch64::identification::IdRegister;
@@ -48,7 +48,7 @@ enum Core {
 /// The number of elements of `kvm_regs::spsr`.
 const SPSRS: usize = 5;
 
-/// Returns the place of a core register: the offset of its field in `kvm_regs`, in words of 4 bytes.
+/// Returns the number of a core register in its group: the offset of its field in `kvm_regs`, in words of 4 bytes.
 const fn word(offset: usize) -> u64 {
     offset as u64 / 4
 }
@@ -90,7 +90,8 @@ impl Core {
     /// Returns the core register that `id` names.
     ///
     /// # Errors
-    /// `ENOENT` for a place behind the last register, `EINVAL` for another place or another size.
+    /// `ENOENT` for a number after the last register, `EINVAL` for another number that is no register's, and for a
+    /// wrong size.
     fn of(id: u64) -> Result<Self> {
         const END: u64 = word(size_of::<kvm_regs>());
         if id & !KIND >= END {
@@ -149,7 +150,7 @@ impl Core {
     }
 }
 
-/// Whether the API has this system register among the core registers.
+/// Whether the API treats this system register as a core register.
 fn is_core(name: SystemName) -> bool {
     matches!(name, SPSR_EL1 | ELR_EL1)
 }
@@ -190,7 +191,7 @@ impl Inner {
             true => slat_a64::is_writable(name) && self.cpu.state.set_system(name, value),
             false => self.machine.set_system_register(name, value),
         };
-        // A register that cannot be written has the value that its client saved on another host, or none.
+        // If the register cannot be set, only its present value is accepted, which a client may have saved before.
         match is_set || value == old {
             true => Ok(()),
             false => fail(libc::EINVAL),
@@ -199,7 +200,8 @@ impl Inner {
 }
 
 impl VcpuObject {
-    /// Carries out `KVM_GET_ONE_REG`: writes the register's bytes to the beginning of `value`. Returns their number.
+    /// Carries out `KVM_GET_ONE_REG`: writes the register's bytes to the beginning of `value`. Returns the number of
+    /// these bytes.
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU, `EINVAL` for a core
@@ -222,7 +224,7 @@ impl VcpuObject {
         Ok(size_of_register(id))
     }
 
-    /// Carries out `KVM_SET_ONE_REG`. `data` reads the number of bytes that it gets.
+    /// Carries out `KVM_SET_ONE_REG`. `data` fills the slice that it gets with the client's value.
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU. `EINVAL` for a core
@@ -239,7 +241,7 @@ impl VcpuObject {
             CORE_U32 | CORE_U64 | CORE_U128 => Core::of(id)?.set(&mut inner.cpu.state, value),
             SYSTEM => {
                 let done = inner.set_system(SystemName(id as u16), word);
-                // The register may be one on which translation depends.
+                // Translation may depend on the register that was set.
                 inner.flush_translations();
                 done
             }
@@ -267,7 +269,7 @@ impl VcpuObject {
     }
 }
 
-/// Returns the size in bytes that an id names.
+/// Returns the size of a register in bytes, which its id contains.
 fn size_of_register(id: u64) -> usize {
     1 << ((id & KVM_REG_SIZE_MASK) >> KVM_REG_SIZE_SHIFT)
 }

@@ -42,8 +42,8 @@ impl VcpuObject {
     /// Sets the PPI of a timer of all vCPUs.
     ///
     /// # Errors
-    /// `EINVAL` without GIC and for a number of no PPI, `ENXIO` for an unknown timer, `EBUSY` after a vCPU has run,
-    /// `EFAULT`.
+    /// `EINVAL` without GIC and for a number that is no PPI, `ENXIO` for an unknown timer, `EBUSY` after a vCPU has
+    /// run, `EFAULT`.
     pub(crate) fn set_timer_ppi(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
         let place = place(attribute)?;

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 /// The irq source id (KVM's word) of the 8254. A line is high as long as any source holds it high.
 pub(crate) const TIMER: u8 = 2;
 
-/// The controllers' lines whose interrupts the guest has ended. These lines are collected while a controller is locked,
-/// and handled after it is unlocked.
+/// The controllers' lines whose interrupts the guest has ended by an EOI. They are collected while a controller is
+/// locked, and reported to irqfds and the 8254 after it is unlocked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
     /// Lines of the 8259 pair, one bit for each line.
@@ -192,8 +192,8 @@ impl Chips {
         Some((acknowledged.vector, Ended::lines(acknowledged.ended)))
     }
 
-    /// Ends the interrupt with this vector at the I/O APIC. `level`: whether the interrupt was level-triggered at the
-    /// local APIC.
+    /// Ends the interrupt with this vector at the I/O APIC. `level`: whether the local APIC received the interrupt as
+    /// level-triggered.
     pub(crate) fn end_of_interrupt(&self, vcpus: &Targets, vector: u8, level: bool) -> Ended {
         let mut ended = Ended::default();
         let postponed = self.with_ioapic(|ioapic| {

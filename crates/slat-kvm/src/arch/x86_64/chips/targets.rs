@@ -34,7 +34,8 @@ impl Targets {
         sent
     }
 
-    /// Call after a change that may give a vCPU another address. No vCPU's part of the controllers may be locked.
+    /// Maps the addresses of all vCPUs again. Call after a change that may give a vCPU another address. The caller
+    /// holds no lock of a local APIC.
     pub(crate) fn addresses_changed(&self) {
         self.write().map_again();
     }

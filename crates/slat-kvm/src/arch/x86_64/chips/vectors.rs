@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A set of vectors. The owner of the set changes it under a lock. Other threads read it without a lock.
+/// A set of vectors. The owner of the set changes the set under a lock. Other threads read the set without a lock.
 #[derive(Debug, Default)]
 pub(crate) struct Vectors([AtomicU64; 4]);
 

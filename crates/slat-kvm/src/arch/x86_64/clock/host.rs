@@ -3,11 +3,12 @@
 //! # The frequency
 //! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID gives the frequency if the
 //! hypervisor's timing leaf or the TSC leaf is exact. Otherwise the frequency is measured against
-//! `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC by its own calibration, and NTP does not correct
-//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. A measurement
-//! is two readings that are 16 ms apart. Each reading is repeated many times, and the most exact one is used. The error
-//! is at most 0.3 ppm, and rounding to kHz adds 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is
-//! opened ([`note_start`]), so that few programs wait for the second reading.
+//! `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC with the frequency that it has calibrated, and
+//! NTP does not correct that clock. So the measurement finds the kernel's calibrated frequency. A long baseline makes
+//! the measurement exact. A measurement is two readings that are 16 ms apart. Each reading is repeated many times, and
+//! the most exact one is used. The error is at most 0.3 ppm, and rounding to kHz adds 0.2 ppm at 2.5 GHz. The first
+//! reading is taken when `/dev/kvm` is opened ([`note_start`]), so that most programs need not wait before the second
+//! reading.
 //!
 //! If several threads need the frequency before it is known, each thread measures it, and all use the first result. No
 //! thread waits for another one. So a child that is forked during a measurement does not wait for a thread that exists
@@ -47,8 +48,8 @@ pub(crate) fn tsc() -> u64 {
     unsafe { _rdtsc() }
 }
 
-/// Reads the host's TSC after all loads before this call. So if another thread has read the TSC and stored the value, a
-/// thread that has loaded this value does not read an older value.
+/// Reads the host's TSC after all loads before this call. So if another thread has read the TSC and stored its value,
+/// and this thread has loaded that value, this call does not return an earlier TSC.
 pub(crate) fn ordered_tsc() -> u64 {
     // SAFETY: SSE2 is part of x86-64.
     unsafe { _mm_lfence() };
@@ -263,8 +264,8 @@ pub(crate) mod simulated {
 mod tests {
     use super::*;
 
-    /// Returns the greatest error, in kHz, of a measurement from `start` to `end`, or of one that is a tenth as long.
-    /// The error is 1 ppm, plus rounding, plus a part of the cycles that the readings took.
+    /// Returns the greatest error, in kHz, of a measurement from `start` to `end`, or of a measurement that is a tenth
+    /// as long. The error is 1 ppm, plus rounding, plus a part of the cycles that the readings took.
     fn tolerance(start: &Moment, end: &Moment) -> u64 {
         let ms = (end.ns - start.ns) / 1_000_000;
         let khz = end.tsc.wrapping_sub(start.tsc) / ms.max(1);

@@ -31,7 +31,7 @@ pub(crate) struct Scale {
 impl Scale {
     /// Returns the scale of a TSC that counts `ratio` / 2^32 cycles for each cycle of the host.
     pub(super) fn new(ratio: u64) -> Self {
-        // The frequency in units of 2^-32 Hz.
+        // The frequency of the scaled TSC in units of 2^-32 Hz.
         let mut hz = (u128::from(host::tsc_khz()) * 1000 * u128::from(ratio)).max(1);
         let mut shift = 0i8;
         while hz >> 32 > 2 * SECOND {
@@ -59,7 +59,7 @@ impl Scale {
 /// The parameters by which a vCPU's guest computes the clock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Parameters {
-    /// The vCPU's TSC at a moment.
+    /// The vCPU's TSC at the moment that the parameters describe.
     pub(crate) tsc: u64,
     /// The clock at that moment.
     pub(crate) nanoseconds: u64,

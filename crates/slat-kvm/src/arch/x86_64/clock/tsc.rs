@@ -64,8 +64,8 @@ impl Tsc {
         scaled(host, self.ratio).wrapping_add(self.offset)
     }
 
-    /// Returns the guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has loaded
-    /// another vCPU's TSC value does not read an older value.
+    /// Returns the guest's TSC now. The host's TSC is read after all loads before this call. So if the guest has loaded
+    /// a TSC value that another vCPU has read and stored, this call does not return an earlier TSC.
     pub(crate) fn now(&self) -> u64 {
         self.at(host::ordered_tsc())
     }
@@ -94,7 +94,7 @@ impl Tsc {
         self.ratio
     }
 
-    /// Whether both TSCs are always equal.
+    /// Whether `self` and `other` are equal at every moment.
     pub(super) fn is_same(&self, other: &Tsc) -> bool {
         (self.ratio, self.offset) == (other.ratio, other.offset)
     }
@@ -105,7 +105,8 @@ impl Tsc {
         Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
     }
 
-    /// Changes the frequency; the TSC continues from its value when the host's TSC is `host`.
+    /// Changes the frequency at the moment when the host's TSC is `host`. The guest's TSC continues from its value at
+    /// that moment.
     pub(super) fn set_khz(&mut self, khz: u32, host: u64) {
         let before = self.at(host);
         (self.khz, self.ratio) = (khz, ratio(khz));
@@ -137,7 +138,7 @@ mod tests {
         tsc.set_khz(3 * (host / 4), second);
         assert_eq!(tsc.at(second), before);
         assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
-        // The host's own frequency, with the error that another measurement might have.
+        // This frequency differs from the host's by as much as another measurement of the host's frequency could.
         tsc.set_khz(host + host / 5000, second);
         assert_eq!(steps(&tsc), second);
         assert_eq!(tsc.khz(), host + host / 5000);

@@ -36,7 +36,8 @@ pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] 
     })
 }
 
-/// Returns the rights of a guest that has the CPUID leaves `table`. `None`: the guest has no Hyper-V interface.
+/// Returns the rights in Hyper-V's interface of a guest that has the CPUID leaves `table`. `None`: the guest has no
+/// Hyper-V interface.
 pub(crate) fn privileges(table: &[kvm_cpuid_entry2]) -> Option<Privileges> {
     Privileges::from_cpuid(|function| {
         let entry = table.iter().find(|entry| entry.function == function)?;

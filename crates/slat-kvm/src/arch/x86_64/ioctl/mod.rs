@@ -1,5 +1,5 @@
-//! Requests that only x86 has. The neutral function of an object calls this folder's function for the same object if it
-//! does not know a request.
+//! Requests that only x86 has. For each kind of object, the architecture-neutral function passes the requests that it
+//! does not know to the function in this folder.
 
 pub(crate) mod system;
 mod tables;

@@ -28,7 +28,8 @@ impl Interrupts {
             }
             (Target::Msi { address, data }, _) if level => self.send_msi(address, data).status(),
             (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
-            // Lowering a line sends no message. If the client emulates the chips, no route has a pin of a chip.
+            // Nothing is sent: either a message's level is low, or the target is a chip that the client emulates. (No
+            // route of such a VM leads to a chip.)
             _ => -1,
         }
     }
@@ -170,7 +171,8 @@ impl Interrupts {
         Some(vector)
     }
 
-    /// Reads units from a device at `address`. Returns whether the device has accepted the read.
+    /// Carries out a guest's read from a device at `address`, which is one read for each unit of `units`. Returns
+    /// whether the device has accepted all reads.
     pub(crate) fn read<'a>(
         &self,
         _vcpu: &VcpuCommon,
@@ -187,7 +189,8 @@ impl Interrupts {
         }
     }
 
-    /// Writes units to a device at `address`. Returns whether the device has accepted all units.
+    /// Carries out a guest's write to a device at `address`, which is one write for each unit of `units`. Returns
+    /// whether the device has accepted all writes.
     pub(crate) fn write<'a>(
         &self,
         _vcpu: &VcpuCommon,

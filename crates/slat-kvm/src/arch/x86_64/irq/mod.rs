@@ -25,7 +25,7 @@ use crate::irq::Interrupts;
 use slat_irqchip::message::MsiIds;
 
 impl Interrupts {
-    /// Whether vCPUs have local APICs: whether the client has created interrupt controllers.
+    /// Whether the client has created interrupt controllers. Then vCPUs have local APICs.
     pub(crate) fn exist(&self) -> bool {
         self.arch.model.get().is_some()
     }

@@ -40,8 +40,8 @@ impl VcpuMachine {
         (value & both == both).then_some(value & ADDRESS)
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, refuses an address without memory; call inside the engine's reader
-    /// section then.
+    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, refuses an address without memory, and must be called inside the
+    /// engine's reader section.
     pub(crate) fn set_async_pf(&mut self, value: u64, by_guest: bool) -> Result<(), MsrFault> {
         let without =
             |machine: &Self, bit, feature| value & bit != 0 && !machine.has_pv_feature(feature);
@@ -82,8 +82,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Delivers the event "all pages are ready", if it is due and the guest can accept it. The guest can if its local
-    /// APIC is enabled and its structure holds no token. Call inside the engine's reader section.
+    /// Delivers the event "all pages are ready", if it is due and the guest can accept it. The guest can accept it if
+    /// its local APIC is enabled and its structure holds no token. Call inside the engine's reader section.
     pub(crate) fn deliver_page_ready(&mut self) {
         let Some(address) = self.async_pf_address().filter(|_| self.pages_are_ready) else {
             return;

@@ -23,7 +23,7 @@ use std::ptr::NonNull;
 const PAGE: u64 = 4096;
 
 impl From<Unreachable> for Fault {
-    /// Returns the CPU's fault for memory that cannot be accessed. MMIO addresses are handled before.
+    /// Returns the CPU's fault for memory that cannot be accessed. The caller has handled MMIO addresses.
     fn from(why: Unreachable) -> Fault {
         match why {
             Unreachable::Retry => Fault::Retry,
@@ -381,7 +381,8 @@ impl GuestTables for VcpuMachine {
         new: u64,
     ) -> Result<bool, Fault> {
         let page = match self.memory.page(gpa.0, slat::Access::Write) {
-            // As on a processor, the walk continues although the flags of a table in read-only memory cannot change.
+            // As on a processor, the walk continues although the accessed and dirty flags in a table in read-only
+            // memory cannot be set.
             Err(Unreachable::NotMemory) => return Ok(true),
             Err(why) => return Err(why.into()),
             Ok(page) => page,

@@ -149,8 +149,9 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     }
 }
 
-/// Writes IA32_MISC_ENABLE. A guest must not change two read-only bits, and its write has no effect on one other bit.
-/// One bit enables MONITOR and MWAIT in CPUID, unless the VM has KVM's quirk.
+/// Writes IA32_MISC_ENABLE. A guest must not change the two bits of [`MISC_ENABLE_READ_ONLY`], and its write does not
+/// change the bit for performance monitoring. The bit for MONITOR enables MONITOR and MWAIT in CPUID, unless the VM has
+/// KVM's quirk.
 fn write_misc_enable(
     machine: &mut VcpuMachine,
     mut value: u64,
@@ -356,7 +357,8 @@ pub(crate) fn write_machine(
             machine.wall_clock_wanted();
         }
         MTRR_PHYS_FIRST..=MTRR_PHYS_LAST => {
-            // Even numbers are bases with a memory type; odd numbers are masks with a valid bit.
+            // An MSR with an even number has the base and the memory type of a range; an MSR with an odd number has the
+            // mask and the valid bit.
             let (low, is_base) = match index & 1 {
                 0 => (0xff, true),
                 _ => (0x800, false),
@@ -402,7 +404,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // Three bits have no effect; old firmware sets them. Two bits are stored.
+        // Bits 3, 6 and 8 have no effect; old firmware sets them. The two bits in `kept` are stored.
         AMD_HWCR => {
             let kept = HWCR_MC_STATUS_WRITABLE | HWCR_TSC_FREQUENCY;
             only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;

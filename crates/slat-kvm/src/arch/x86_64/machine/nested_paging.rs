@@ -168,7 +168,8 @@ impl GuestTables for Shadowed<'_> {
     ) -> Result<bool, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.exchange_entry(word, size, old, new),
-            // As on a processor, the walk continues although the flags of a table in read-only memory cannot change.
+            // As on a processor, the walk continues although the accessed and dirty flags in a table in read-only
+            // memory cannot be set.
             EntryIn::NotWritable(_) => Ok(true),
         }
     }

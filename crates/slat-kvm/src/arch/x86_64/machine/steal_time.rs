@@ -15,7 +15,7 @@ const PREEMPTED: u64 = 16;
 /// The value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
 const PREEMPTED_NOW: u8 = 1;
 
-/// The steal time of a vCPU, and what its guest has not been told yet.
+/// The steal time of a vCPU, and the changes that the guest's structure does not show yet.
 #[derive(Debug, Default)]
 pub(crate) struct Steal {
     time: StealTime,

@@ -27,7 +27,7 @@ struct Map {
 
 /// The position of a line in the file.
 struct Line {
-    /// The end of the line's region.
+    /// The address after the last byte of the region that the line describes.
     end: usize,
     /// The line's offset in the file.
     offset: u64,

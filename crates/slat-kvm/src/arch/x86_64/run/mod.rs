@@ -38,7 +38,8 @@ use std::time::Duration;
 const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
 
 impl VcpuObject {
-    /// Drops what other vCPUs have invalidated: all translations. Call after taking [`bits::GUEST_FLUSH`].
+    /// Drops all translations, because another vCPU has invalidated some of them. Call after clearing
+    /// [`bits::GUEST_FLUSH`].
     pub(crate) fn drop_invalidated(&self, inner: &mut Inner) {
         inner.flush_translations();
         inner.machine.flush_shadowed();
@@ -133,7 +134,8 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // `take` has cleared the requests for flushes. So all translations are dropped here.
+            // `take` has cleared the attention bits, including those that request flushes. So all translations are
+            // dropped here.
             inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0

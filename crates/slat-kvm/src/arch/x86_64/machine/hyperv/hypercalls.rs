@@ -202,7 +202,7 @@ impl VcpuMachine {
             let word = self.read_guest_word(at);
             word.ok_or_else(|| self.failure(Status::InvalidInput))
         };
-        // KVM does not require an alignment, so the two aligned words around the parameter are read.
+        // As in KVM, the parameter need not be aligned, so the two aligned words that contain it are read.
         let (low, shift) = (at & !7, 8 * (at % 8) as u32);
         match shift {
             0 => aligned(low),
@@ -230,7 +230,7 @@ impl VcpuMachine {
                 ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
             }
         }
-        // If this vCPU is a target, it sees its own bit after this instruction.
+        // If this vCPU is a target, it finds its attention bit set after this instruction.
         self.outside(|machine| {
             machine.vm.engine.synchronize_those(&|attention| {
                 attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0

@@ -42,7 +42,8 @@ impl VcpuMachine {
         self.vm.interrupts.source_acknowledged(index, sint);
     }
 
-    /// Call after the guest has ended an interrupt with this vector.
+    /// Acknowledges all SynIC sources that have this vector. Call after the guest has ended an interrupt with the
+    /// vector.
     pub(super) fn acknowledge_vector(&mut self, vector: u8) {
         let sources = self.common.arch.vp.sources_of(vector);
         for sint in (0..u16::BITS).filter(|sint| sources >> sint & 1 != 0) {

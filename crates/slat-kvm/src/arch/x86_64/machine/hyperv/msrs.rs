@@ -37,7 +37,7 @@ fn thread_runtime() -> u64 {
     time.tv_sec as u64 * 10_000_000 + time.tv_nsec as u64 / 100
 }
 
-/// Returns the APIC register to which an MSR belongs.
+/// Returns the APIC register to which a synthetic MSR gives access.
 fn apic_register(index: u32) -> u32 {
     match index {
         EOI => reg::EOI,
@@ -225,7 +225,7 @@ impl VcpuMachine {
         let stored = match by {
             Writer::Guest => self.write_guest(gpa, bytes),
             Writer::Host => {
-                // Clears the bit, because a signal in an earlier run may have left it set.
+                // Clears the SIGNAL bit, because a signal in an earlier run may have left it set.
                 self.common.attention.take(bits::SIGNAL);
                 let mut entered = Entered::enter(self);
                 // The pages that were cached in the last run may be stale.
