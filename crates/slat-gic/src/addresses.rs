@@ -1,7 +1,7 @@
 //! The guest-physical addresses of the frames, which the client sets.
 //!
-//! GICv3's redistributors are in regions. Each vCPU gets the next free place of the first region that has one, in the
-//! order in which vCPUs and regions are created, as in KVM.
+//! GICv3's redistributors are in regions. A region has a place for each of its redistributors, one after the other. As
+//! in KVM, each new vCPU gets the next free place in the oldest region that has a free place.
 
 use crate::error::Error;
 use crate::gic::Model;
@@ -10,24 +10,24 @@ use crate::registers::{
 };
 use alloc::vec::Vec;
 
-/// The alignment of GICv2's frames, and of all other frames.
+/// The alignment of GICv2's frames (4 KiB), and of GICv3's and the ITS's frames (64 KiB).
 pub(crate) const PAGE_4K: u64 = 0x1000;
 pub(crate) const PAGE_64K: u64 = 0x1_0000;
-/// The address of a frame that is not set.
+/// The value that the client reads as the address of a frame without an address.
 pub(crate) const UNSET: u64 = u64::MAX;
 
 /// A contiguous range of redistributors' frames: a redistributor region of KVM's API.
 #[derive(Clone, Debug)]
 struct Region {
     base: u64,
-    /// The number of redistributors. `None`: the region has no count (KVM_VGIC_V3_ADDR_TYPE_REDIST), so it is the only
-    /// one, and has a place for each vCPU.
+    /// The number of redistributors. `None`: the client has set the region without a number of redistributors
+    /// (KVM_VGIC_V3_ADDR_TYPE_REDIST). Then it is the only region, and has a place for each vCPU.
     capacity: Option<u32>,
     /// The vCPUs whose redistributors are in the region, in the order of their places.
     vcpus: Vec<usize>,
 }
 
-/// The place of a vCPU's redistributor.
+/// The place of a vCPU's redistributor: a region, and an index in the region.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     region: usize,
@@ -53,8 +53,8 @@ pub(crate) struct Addresses {
 /// Checks a new address of a frame.
 ///
 /// # Errors
-/// [`Error::Exists`]: there is an `old` address. [`Error::Invalid`]: the address is not aligned, or too high for 64
-/// bits. [`Error::TooBig`]: the guest has no such addresses.
+/// [`Error::Exists`]: the frame has an `old` address. [`Error::Invalid`]: the address or the size is not aligned, or
+/// the end of the frame exceeds 64 bits. [`Error::TooBig`]: the end is beyond the guest's physical address space.
 pub(crate) fn check_range(
     old: Option<u64>,
     new: u64,
@@ -93,7 +93,7 @@ impl Addresses {
         self.regions.first().map_or(UNSET, |region| region.base)
     }
 
-    /// Returns the base address and the capacity of a region, which is zero if the client does not count.
+    /// Returns the base address and the capacity of a region. The capacity is zero if the client has not set it.
     pub(crate) fn region(&self, index: usize) -> Option<(u64, u32)> {
         let region = self.regions.get(index)?;
         Some((region.base, region.capacity.unwrap_or(0)))
@@ -125,7 +125,7 @@ impl Addresses {
         Ok(())
     }
 
-    /// Returns the bytes of a region. A client that does not count has a place for each vCPU.
+    /// Returns the size of a region in bytes. A region without a capacity has a place for each vCPU.
     fn size(capacity: Option<u32>, vcpus: usize) -> u64 {
         let places = capacity.map_or(vcpus as u64, u64::from);
         places * REDISTRIBUTOR_SIZE
@@ -134,9 +134,9 @@ impl Addresses {
     /// Adds a region of redistributors, and gives places in it to the vCPUs whose redistributors have none yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the region is out of order, overlaps another frame, is not aligned, or is of the other kind
-    /// than the first one. [`Error::Exists`]: there is the one region of a client that does not count.
-    /// [`Error::TooBig`]: the guest has no such addresses.
+    /// [`Error::Invalid`]: `index` is not the next index, the region overlaps another frame or is not aligned, or it
+    /// has no capacity although an earlier region has one. [`Error::Exists`]: the region has no capacity, and such a
+    /// region exists already. [`Error::TooBig`]: the region's end is beyond the guest's physical address space.
     pub(crate) fn add_region(
         &mut self,
         index: usize,
@@ -179,8 +179,8 @@ impl Addresses {
         regions.any(|region| overlap(base, size, region.base, Self::size(region.capacity, vcpus)))
     }
 
-    /// Gives places to the vCPUs that have none yet, as long as there are free ones. A region of a client that does not
-    /// count has places for `counted` vCPUs when it is compared with the distributor.
+    /// Gives places to the vCPUs that have none yet, as long as there are free places. `counted` is the number of vCPUs
+    /// for which a region without a capacity has places, when the overlap with the distributor is checked.
     ///
     /// # Errors
     /// [`Error::Invalid`]: a region overlaps the distributor.
@@ -206,7 +206,7 @@ impl Addresses {
         }
     }
 
-    /// Whether a vCPU has the last one of contiguous redistributors.
+    /// Whether the redistributor of a vCPU is the last of contiguous redistributors (GICR_TYPER.Last).
     pub(crate) fn is_last(&self, vcpu: usize) -> bool {
         let Some(place) = self.places.get(vcpu) else {
             return false;
@@ -250,8 +250,8 @@ impl Addresses {
         }
     }
 
-    /// Returns the first address and the bytes of each frame that has an address. A region counts as one frame, of
-    /// the redistributors that vCPUs have.
+    /// Returns the first address and the size in bytes of each frame that has an address. A region counts as one frame,
+    /// and only the redistributors that vCPUs have are included.
     pub(crate) fn ranges(&self, model: Model) -> Vec<(u64, u64)> {
         let size = match model {
             Model::V2 => V2_DISTRIBUTOR_SIZE,

@@ -10,16 +10,18 @@ const CTLR_SEPARATE_DEACTIVATION: u64 = 1 << 1;
 const CTLR_PRIORITY_BITS_SHIFT: u32 = 8;
 const CTLR_ID_BITS_SHIFT: u32 = 11;
 const CTLR_SERRORS: u64 = 1 << 14;
-/// SGIs can have targets with Aff3. Arm's own processors say so, and KVM shows their value.
+/// A3V: SGIs can have targets whose Aff3 is not zero. Arm's own processors set this bit, and KVM shows the processor's
+/// value.
 const CTLR_AFF3: u64 = 1 << 15;
 
 /// ICC_SRE_EL1: system registers are enabled, and nothing bypasses the GIC.
 const SRE: u64 = 0b111;
 const SRE_ENABLE: u64 = 1 << 0;
-/// The bits of an INTID in registers.
+/// The field of an INTID in the registers.
 const INTID: u64 = 0xff_ffff;
 
-/// A system register. Registers of both groups have the group, and active priorities registers their number.
+/// A system register of the CPU interface. A register that exists for each group has the group as its value. An active
+/// priorities register also has its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Icc {
@@ -85,7 +87,7 @@ impl Icc {
     }
 }
 
-/// Whether the client has a register with an encoding: it has those that hold state.
+/// Whether a client can access the register with an encoding. A client can access the registers that hold state.
 pub(crate) fn is_of_client(name: u16) -> bool {
     matches!(
         Icc::from_encoding(name),
@@ -181,7 +183,7 @@ impl Gic {
         let interface = &mut self.vcpus[vcpu].interface;
         match register {
             Icc::Pmr => interface.set_mask(value),
-            // With a common binary point the register of group 1 ignores writes.
+            // With a common binary point (CBPR), the register of group 1 ignores writes.
             Icc::Bpr(Group::One) if interface.common_binary_point => (),
             Icc::Bpr(group) => interface.set_binary_point(group, value),
             Icc::Apr(group, _) => interface.active[group as usize] = value as u32,
@@ -199,8 +201,8 @@ impl Gic {
     /// [`Icc::from_encoding`].
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active
-    /// priorities.
+    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: the register is an active
+    /// priorities register other than the first, and only the first has priorities.
     ///
     /// # Panics
     /// There is no such vCPU.
@@ -221,9 +223,9 @@ impl Gic {
     /// Writes a system register for the client.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active
-    /// priorities; ICC_SRE_EL1 without system registers; or a value of ICC_CTLR_EL1 from a machine that has more
-    /// priorities or INTIDs, reports SErrors, or has no Aff3.
+    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: the register is an active
+    /// priorities register other than the first; the value of ICC_SRE_EL1 disables system registers; or the value of
+    /// ICC_CTLR_EL1 is that of a machine that has more priorities or INTIDs, reports SErrors, or has no Aff3.
     ///
     /// # Panics
     /// There is no such vCPU.

@@ -7,8 +7,7 @@ use crate::interrupt::{Group, PRIORITIES};
 
 /// The running priority when no interrupt is active.
 pub(crate) const IDLE: u8 = 0xff;
-/// The number of bits by which a group priority is shifted right. The result is the index of its bit in an active
-/// priorities register.
+/// A group priority, shifted right by this number of bits, is the index of its bit in an active priorities register.
 const LEVEL_SHIFT: u32 = 3;
 /// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8, priority
 /// grouping).

@@ -12,7 +12,7 @@ pub(crate) const OTHER_GROUP: u32 = 1022;
 pub const SPURIOUS: u32 = 1023;
 /// LPIs have the INTIDs from this number on.
 pub const LPIS: u32 = 8192;
-/// The bits of a priority that exist. KVM's guests have 32 priorities with both versions.
+/// The bits of a priority that exist. KVM's guests have 32 priorities with GICv2 and with GICv3.
 pub(crate) const PRIORITIES: u8 = 0xf8;
 
 /// The group of an interrupt (IHI 0069, 4.6). In GICv3 group 0 is signaled as FIQ, group 1 as IRQ.
@@ -40,9 +40,9 @@ impl Group {
 /// The signal that makes an interrupt pending: an edge or a level (IHI 0069, 1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// The rise of its line. The interrupt stays pending until it is acknowledged.
+    /// The interrupt becomes pending when its line rises. It stays pending until it is acknowledged.
     Edge,
-    /// Its line while the line is high.
+    /// The interrupt is pending while its line is high.
     Level,
 }
 
@@ -62,18 +62,18 @@ pub(crate) struct Interrupt {
     pub(crate) group: Group,
     pub(crate) priority: u8,
     pub(crate) trigger: Trigger,
-    /// Pending because of an edge, a message, or a write to GICD_ISPENDR.
+    /// Whether the interrupt is pending because of an edge, a message, or a write to GICD_ISPENDR.
     pub(crate) latch: bool,
-    /// The line is high. Only level-triggered interrupts keep this up to date.
+    /// Whether the line is high. Only level-triggered interrupts keep this up to date.
     pub(crate) line: bool,
     pub(crate) active: bool,
     /// GICv2: the vCPUs, by bit, that have generated this SGI.
     pub(crate) sources: u8,
     /// GICv2: the byte of GICD_ITARGETSR. GICv3: the affinity in GICD_IROUTER.
     pub(crate) route: u32,
-    /// The index of the vCPU that `route` or a collection means.
+    /// The index of the target vCPU, which `route` names, or for an LPI its collection.
     pub(crate) target: Option<usize>,
-    /// The entry of this interrupt in a vCPU's pending set.
+    /// The entry of this interrupt in a vCPU's pending set. `None`: the interrupt is in no pending set.
     pub(crate) queued: Option<Place>,
 }
 
@@ -94,14 +94,14 @@ impl Interrupt {
         }
     }
 
-    /// Whether the interrupt is pending (IHI 0069, 4.1; IHI 0048, 3.2.4). A level has two causes: its line, and the
-    /// latch that software sets.
+    /// Whether the interrupt is pending (IHI 0069, 4.1; IHI 0048, 3.2.4). A level-triggered interrupt is pending while
+    /// its line is high, or while the latch is set by software.
     pub(crate) fn is_pending(&self) -> bool {
         self.latch || self.trigger == Trigger::Level && self.line
     }
 
-    /// Returns where the interrupt belongs in the pending sets. An active interrupt belongs nowhere: it cannot be
-    /// acknowledged a second time before it is deactivated.
+    /// Returns where the interrupt belongs in the pending sets. An active interrupt belongs in no set, because it
+    /// cannot be acknowledged a second time before it is deactivated.
     pub(crate) fn place(&self) -> Option<Place> {
         let is_ready = self.enabled && self.is_pending() && !self.active;
         let vcpu = self.target.filter(|_| is_ready)?;
@@ -120,7 +120,7 @@ impl Interrupt {
         }
     }
 
-    /// Takes the pending state. Returns the source of an SGI of GICv2, which stays pending if it has further sources.
+    /// Clears the pending state. Returns the source of an SGI of GICv2, which stays pending if it has further sources.
     pub(crate) fn acknowledge(&mut self) -> u8 {
         let source = self.sources.trailing_zeros() as u8 & 7;
         self.sources &= self.sources.wrapping_sub(1);

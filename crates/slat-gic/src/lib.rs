@@ -56,8 +56,8 @@
 //! that there is no 1-of-N; PPIs are level-triggered; SPIs begin as edge-triggered; GICR_WAKER is zero; accesses of
 //! other widths than a register has read as zero; commands of an ITS that are errors are ignored.
 //!
-//! A vCPU whose order of ends is not the reverse of its acknowledgements is UNPREDICTABLE: see `gic/cpu.rs` for what
-//! happens here.
+//! If a vCPU does not end interrupts in the reverse order of their acknowledgement, the architecture calls the result
+//! UNPREDICTABLE. `gic/cpu.rs` says what slat does.
 
 #![no_std]
 

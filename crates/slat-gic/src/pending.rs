@@ -2,8 +2,8 @@
 //!
 //! An interrupt is in the set of its target if it is pending, enabled and not active, whatever the vCPU's priority mask
 //! and running priority are. The set answers one question, which the run loop asks before each entry of the guest:
-//! which of them has the highest priority? A scan of all interrupts would read a thousand states for each answer, and
-//! sixty thousand with LPIs.
+//! which of its interrupts has the highest priority? A scan of all interrupts would read a thousand states for each
+//! answer, and sixty thousand with LPIs.
 //!
 //! The set is a B-tree for each group, ordered by priority and then by INTID. Its first entry is the answer, without a
 //! search: a tree of fewer than twelve entries is one node, and 65,536 LPIs make five levels at most. An insertion or a
@@ -25,7 +25,7 @@ use alloc::collections::BTreeSet;
 /// The pending set of a vCPU.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PendingSet {
-    /// Priority and INTID, by group.
+    /// The priorities and INTIDs of the interrupts, by group.
     groups: [BTreeSet<(u8, u32)>; 2],
 }
 

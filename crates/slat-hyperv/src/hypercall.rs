@@ -125,8 +125,8 @@ pub struct Caller {
 pub enum Request {
     /// The caller waits for a lock that another virtual processor holds.
     SpinWait,
-    /// Signal an event. If the host has no connection for the event, the client carries it out, as [`client_event`]
-    /// decides.
+    /// Signal an event. If the host has no connection for the event, the client may carry out the call, as
+    /// [`client_event`] decides.
     SignalEvent,
     /// Flush translations: see [`Flush::read`].
     Flush,
@@ -204,7 +204,7 @@ impl Request {
 /// Decides a call for an event without a connection. On success, the client has to carry out [`Request::SignalEvent`].
 ///
 /// # Errors
-/// The client cannot carry it out.
+/// The client cannot carry out the call.
 pub fn client_event(caller: &Caller) -> Result<(), Status> {
     match caller.has_synic {
         true => Ok(()),

@@ -143,7 +143,7 @@ impl Synic {
         (sint & MASKED == 0).then_some((sint & VECTOR) as u8)
     }
 
-    /// Returns the sources with this vector, a bit each.
+    /// Returns the sources with this vector, one bit for each source.
     pub fn sources_of(&self, vector: u8) -> u16 {
         let sources = (0..SINTS as u32).filter(|sint| self.vector(*sint) == Some(vector));
         sources.fold(0, |set, sint| set | 1 << sint)

@@ -103,7 +103,7 @@ impl ApicMap {
         &self.by_id[begin..begin + len]
     }
 
-    /// Calls `visit` with each APIC in xAPIC mode whose logical id `is_meant`.
+    /// Calls `visit` with each APIC in xAPIC mode whose logical id the closure `is_meant` accepts.
     fn visit_xapic(&self, visit: &mut impl FnMut(&Entry), is_meant: impl Fn(Logical) -> bool) {
         if self.has_xapic {
             (self.by_id.iter())

@@ -63,8 +63,8 @@ pub struct IoApicState {
     pub ioregsel: u32,
     /// The APIC id.
     pub id: u32,
-    /// The pins whose line is high, by bit. A saved state has no bits of edges that were delivered. The remaining bits
-    /// are delivered when the state is restored.
+    /// The pins whose line is high, by bit. In a saved state, the bits of edges that were delivered are clear. When the
+    /// state is restored, the interrupts of the bits that are set are delivered.
     pub irr: u32,
     /// Padding, which KVM keeps.
     pub pad: u32,
@@ -167,7 +167,8 @@ impl IoApic {
         let bit = 1 << pin;
         let entry = self.state.redirtbl[pin];
         if !is_level(entry) {
-            // As in KVM, a restored state delivers all of these edges again, even an edge that was coalesced.
+            // Marks the edge as not delivered, even if it is coalesced below: as in KVM, a restored state delivers all
+            // such edges again.
             self.delivered &= !bit;
             if self.state.irr & bit != 0 {
                 return Outcome::Coalesced;
@@ -254,9 +255,9 @@ impl IoApic {
     /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written, if any;
     /// local APICs then have to look at [`vectors`](Self::vectors).
     ///
-    /// If the guest served the device while the pin of this entry was masked, the level that waits at the pin is out of
-    /// date. So this calls `acknowledged` for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line
-    /// is still high afterwards, the level is delivered.
+    /// If a level waits at the pin of this entry and can be delivered now, it may be out of date, because the guest may
+    /// have served the device while the pin was masked. So this calls `acknowledged` for the pin, as
+    /// [`end_of_interrupt`](Self::end_of_interrupt) does. If the line is still high afterwards, the level is delivered.
     pub fn write(
         &mut self,
         offset: u64,
@@ -264,7 +265,8 @@ impl IoApic {
         acknowledged: &mut impl FnMut(usize) -> u64,
         deliver: &mut impl FnMut(Message) -> usize,
     ) -> Option<EntryWrite> {
-        // As in KVM, a narrow write has zeroes in the upper bytes, and an eight-byte write writes its lower four.
+        // As in KVM, a narrow write sets the upper bytes to zero, and only the lower four bytes of an eight-byte write
+        // are used.
         let value = match *data {
             [a] => u32::from_le_bytes([a, 0, 0, 0]),
             [a, b] => u32::from_le_bytes([a, b, 0, 0]),

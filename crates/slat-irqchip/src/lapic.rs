@@ -69,8 +69,8 @@ pub enum Effect {
     Send(Message),
     /// [`Lapic::address`] may have changed.
     Address,
-    /// The timer has a new deadline, or none: see [`Lapic::deadline`]. If the old deadline had passed, it has
-    /// become an interrupt.
+    /// The timer has a new deadline, or none: see [`Lapic::deadline`]. If the old deadline had already passed, the
+    /// timer's interrupt is pending now.
     Timer,
     /// The guest has ended (EOI) the interrupt with this vector. `true`: the interrupt was level-triggered.
     Eoi(u8, bool),
@@ -79,7 +79,7 @@ pub enum Effect {
 /// The result of sending an interrupt to an APIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The APIC is disabled.
+    /// The APIC is disabled, so the interrupt is dropped.
     Refused,
     /// The vector was pending already: the guest will see one interrupt for both.
     Merged,
@@ -175,7 +175,7 @@ impl Lapic {
             || lint0 & LVT_MASKED == 0 && DeliveryMode::of(lint0) == DeliveryMode::ExtInt
     }
 
-    /// Whether a pulse of LINT0 is an NMI. A watchdog that uses the PIT sets LINT0 so.
+    /// Whether a pulse of LINT0 is an NMI. Guests whose watchdog uses the PIT program LINT0 like this.
     pub fn lint0_is_nmi(&self) -> bool {
         let lint0 = self.get(reg::LVT_LINT0);
         self.base & BASE_ENABLE != 0
@@ -262,7 +262,7 @@ impl Lapic {
         self.set(reg::TPR, (cr8 as u32 & 15) << 4);
     }
 
-    /// Reads a register of the APIC page. `now` in nanoseconds.
+    /// Reads a register of the APIC page. `now` is the time in nanoseconds of the VM's clock.
     pub fn read(&self, offset: u32, now: u64) -> u32 {
         match offset & 0xff0 {
             reg::PPR => self.ppr(),
@@ -631,7 +631,7 @@ impl Lapic {
             let wait = cycles * 1_000_000 / u128::from(self.tsc_khz.max(1));
             now.saturating_add(u64::try_from(wait).unwrap_or(u64::MAX))
         });
-        // The new deadline may already be over.
+        // The new deadline may already have passed.
         self.tick(now);
         Effect::Timer
     }
@@ -650,7 +650,7 @@ impl Lapic {
         let period = self.period();
         let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
-        // Drop missed ticks.
+        // Ticks that were missed are dropped: the next deadline is after `now`.
         self.deadline = periodic.then(|| {
             let missed = (now - deadline) / period;
             deadline.saturating_add(period.saturating_mul(missed + 1))

@@ -40,7 +40,7 @@ impl DeliveryMode {
 /// The local APICs to which a message goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Destination {
-    /// The sender.
+    /// Only the APIC that sends the message.
     Sender,
     /// Every APIC.
     All,

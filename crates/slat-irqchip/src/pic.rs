@@ -103,8 +103,8 @@ impl Pics {
         }
     }
 
-    /// Makes `source` (modulo 64) hold line `irq` high, or release it. A line that is already high has no edge, which
-    /// is [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` reports it as 1.
+    /// Makes `source` (modulo 64) hold line `irq` high, or release it. If the line is already high, there is no new
+    /// edge, and the result is [`Outcome::Coalesced`]. (KVM's `KVM_IRQ_LINE_STATUS` reports this case as 1.)
     pub fn set_line(&mut self, irq: usize, source: u8, level: bool) -> Outcome {
         if irq >= LINES {
             return Outcome::Ignored;

@@ -38,7 +38,7 @@ pub(crate) struct Header {
     pub(crate) allocated: AtomicU64,
     /// The number of rings that threads have claimed.
     pub(crate) claimed: AtomicU64,
-    /// The number of records of threads that found no ring.
+    /// The number of records that were lost because their thread found no ring.
     pub(crate) lost: AtomicU64,
     /// The counter and the clock, at the time when recording began and at a later moment.
     pub(crate) start: [AtomicU64; 2],

@@ -118,7 +118,7 @@ crate::arch::with_own_points! { points:
     kvmmmu kvm_mmu_split_huge_page: SplitHugePage { gfn: u64, spte: u64, level: i32, errno: i32 }
     /// A shadow page was made, or found.
     kvmmmu kvm_mmu_get_page: GetPage { gfn: u64, role: u32, created: u8 }
-    /// A shadow page no longer follows the guest's table.
+    /// A shadow page becomes unsync: it no longer follows the guest's table.
     kvmmmu kvm_mmu_unsync_page: UnsyncPage { gfn: u64, role: u32 }
     /// A shadow page is zapped.
     kvmmmu kvm_mmu_prepare_zap_page: PrepareZapPage { gfn: u64, role: u32 }

@@ -59,7 +59,7 @@ pub struct Trace {
     selected: u64,
     /// The threads, in the order of their first records.
     pub threads: Vec<Thread>,
-    /// The number of records of threads that found no ring.
+    /// The number of records that were lost because their thread found no ring.
     pub lost: u64,
 }
 

@@ -4,7 +4,7 @@ use crate::points::{Description, POINTS};
 use std::fmt;
 use std::str::FromStr;
 
-/// A set of tracepoints: a bit for each, at its index in [`POINTS`].
+/// A set of tracepoints: one bit for each tracepoint, at the tracepoint's index in [`POINTS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection(pub(crate) u64);
 

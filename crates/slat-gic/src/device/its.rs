@@ -1,4 +1,4 @@
-//! KVM_DEV_TYPE_ARM_VGIC_ITS.
+//! The device KVM_DEV_TYPE_ARM_VGIC_ITS: an ITS and its attributes.
 
 use super::{Vm, address, control, group};
 use crate::addresses::{PAGE_64K, UNSET, check_range};
@@ -40,7 +40,7 @@ impl ItsDevice {
         (offset < ITS_SIZE).then_some(offset)
     }
 
-    /// Checks that the ITS can be used: its address is set.
+    /// Checks that the address of the ITS is set, without which the ITS cannot be used.
     fn check_base(&self) -> Result<(), Error> {
         self.base.map(|_| ()).ok_or(Error::NoAttribute)
     }

@@ -1,7 +1,8 @@
 //! The devices of KVM's API with their attributes: KVM_DEV_TYPE_ARM_VGIC_V2, _V3, and _ITS.
 //!
-//! The owner copies the values of attributes between the client and [`Device::set`] and [`Device::get`], of
-//! [`value_size`] bytes. It refuses registers, tables and initialization with EBUSY while a vCPU runs.
+//! The owner of a device copies the values of attributes between the client's memory and [`Device::set`] and
+//! [`Device::get`]. A value has [`value_size`] bytes. While a vCPU runs, the owner refuses attributes for registers,
+//! tables and initialization with EBUSY.
 
 mod its;
 
@@ -46,13 +47,14 @@ pub mod control {
     pub const RESET_ITS: u64 = 4;
 }
 
-/// Fields of attributes: an offset, and above it a vCPU's id (GICv2) or affinity (GICv3).
+/// Fields of an attribute's number: the offset of a register, and in the upper bits a vCPU's id (GICv2) or affinity
+/// (GICv3).
 const OFFSET: u64 = 0xffff_ffff;
 const VCPU_SHIFT: u32 = 32;
 const V2_VCPU: u64 = 0xff;
 /// The encoding of a system register.
 const ENCODING: u64 = 0xffff;
-/// Fields of [`group::LINES`]: the kind of information, of which there is only one, and the first interrupt.
+/// Fields of an attribute of [`group::LINES`]: the kind of information (only one kind exists), and the first interrupt.
 const LINES_INFO: u64 = 0xffff_fc00;
 const LINES_FIRST: u64 = 0x3ff;
 /// Fields of a region of redistributors.
@@ -61,7 +63,7 @@ const REGION_FLAGS: u64 = 0xf000;
 const REGION_BASE: u64 = 0x000f_ffff_ffff_0000;
 const REGION_COUNT_SHIFT: u32 = 52;
 
-/// GICD_IIDR and GICD_TYPER2, which a client of GICv3 accesses before initialization, too.
+/// The offsets of GICD_IIDR and GICD_TYPER2. A client of GICv3 may also access these registers before initialization.
 const IIDR: u64 = 0x8;
 const EARLY_REGISTERS: [u64; 2] = [IIDR, 0xc];
 
@@ -72,11 +74,12 @@ pub struct Vm<'a, M> {
     pub vcpus: &'a [VcpuName],
     /// The guest's memory.
     pub memory: &'a M,
-    /// The bits of the guest's physical addresses.
+    /// The number of bits of the guest's physical addresses.
     pub address_bits: u32,
 }
 
-/// Returns the bytes of an attribute's value. Zero: the attribute is a command without a value, such as initialization.
+/// Returns the size of an attribute's value in bytes. Zero: the attribute is a command without a value, such as
+/// initialization.
 pub fn value_size(group: u32) -> usize {
     match group {
         group::CONTROL => 0,
@@ -115,7 +118,7 @@ impl Device {
         self.gic.as_mut()
     }
 
-    /// Returns the first address and the bytes of each range in which [`find`](Self::find) finds a frame.
+    /// Returns the first address and the size in bytes of each range in which [`find`](Self::find) finds a frame.
     pub fn ranges(&self) -> Vec<(u64, u64)> {
         self.addresses.ranges(self.model)
     }
@@ -134,7 +137,8 @@ impl Device {
     }
 
     /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU. As in KVM,
-    /// the newest vCPU does not count here when frames are compared, but [`check_ready`](Self::check_ready) counts it.
+    /// this call checks frames for overlaps without the redistributor of the newest vCPU;
+    /// [`check_ready`](Self::check_ready) includes it.
     ///
     /// # Errors
     /// [`Error::Invalid`]: frames overlap.
@@ -157,7 +161,7 @@ impl Device {
         Ok(())
     }
 
-    /// Creates the GIC that initialization gives the device.
+    /// Creates a GIC with the settings that the client has made so far.
     fn new_gic(&self, vcpus: &[VcpuName]) -> Result<Gic, Error> {
         let interrupts = self.interrupts.unwrap_or(DEFAULT_INTERRUPTS);
         let mut gic = Gic::new(self.model, interrupts, vcpus)?;
@@ -194,7 +198,7 @@ impl Device {
         }
     }
 
-    /// Lets GICR_TYPER say which redistributors are the last ones.
+    /// Sets GICR_TYPER.Last of all redistributors.
     fn mark_last(&mut self) {
         if let Some(gic) = &mut self.gic {
             for vcpu in 0..gic.vcpus() {
@@ -238,7 +242,8 @@ impl Device {
                 let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
                 let (frame, offset) = (frame(group, vcpu), attribute & OFFSET);
                 let mut gic = self.new_gic(vm.vcpus)?;
-                // The client could still set another value, but no other value exists.
+                // A refused value is `Invalid` here, not `Busy`: before initialization it is not too late to set a
+                // register, but the register cannot have this value.
                 gic.client_write(vcpu, frame, offset, value as u32, vm.memory)
                     .map_err(|_| Error::Invalid)?;
                 self.identity = Some(gic.client_read(vcpu, frame, IIDR));
@@ -253,7 +258,7 @@ impl Device {
         }
     }
 
-    /// Gets an attribute: KVM_GET_DEVICE_ATTR. `input` is the value that the client's memory has before; only
+    /// Gets an attribute: KVM_GET_DEVICE_ATTR. `input` is the value in the client's memory before the call; only
     /// [`address::REDISTRIBUTOR_REGION`] uses it.
     ///
     /// # Errors
@@ -329,7 +334,8 @@ impl Device {
         }
     }
 
-    /// Whether a register exists. A GIC that is not initialized has those of its interrupts that are set so far.
+    /// Whether a register exists. A GIC that is not initialized has the registers for the number of interrupts that the
+    /// client has set so far.
     fn has_register<M: Memory>(
         &self,
         vm: &Vm<'_, M>,
@@ -382,14 +388,15 @@ impl Device {
             self.initialize(vm.vcpus)?;
         }
         let gic = self.gic.as_mut().ok_or(Error::Busy)?;
-        // A vCPU that is newer than the GIC has no state in it.
+        // A vCPU that was created after the GIC has no state in the GIC.
         match vcpu < gic.vcpus() {
             true => Ok((gic, vcpu)),
             false => Err(Error::Invalid),
         }
     }
 
-    /// Returns the index of the vCPU that an attribute names. GICv3's distributor is the same for all.
+    /// Returns the index of the vCPU that an attribute names. Attributes of GICv3's distributor name no vCPU, so the
+    /// result is the first vCPU.
     fn vcpu(&self, vcpus: &[VcpuName], group: u32, attribute: u64) -> Result<usize, Error> {
         let name = attribute >> VCPU_SHIFT;
         let found = match (self.model, group) {
@@ -410,7 +417,7 @@ impl Device {
         if !INTERRUPTS.contains(&value) || !value.is_multiple_of(32) {
             return Err(Error::Invalid);
         }
-        // Initialization sets the number of interrupts, too.
+        // After initialization, the number of interrupts is set even if the client has not set it.
         if self.interrupts.is_some() {
             return Err(Error::Busy);
         }
@@ -418,7 +425,7 @@ impl Device {
         Ok(())
     }
 
-    /// Sets the address of a frame. An address of the other model is unknown to this one.
+    /// Sets the address of a frame. A frame that only the other GIC version has is an unknown attribute.
     fn set_address<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,

@@ -1,10 +1,11 @@
-//! A CPU interface: it signals interrupts, and the guest acknowledges, ends and deactivates them here.
+//! A CPU interface, which signals interrupts to its vCPU. By its registers, the guest acknowledges, ends and
+//! deactivates interrupts.
 
 use super::{Gic, Model, Signals};
 use crate::interrupt::{Group, LPIS, PRIVATE, SGIS, SPECIAL, Trigger};
 use crate::pending::Candidate;
 
-/// The position of an SGI's source in the registers of GICv2.
+/// The position of the field for an SGI's source vCPU in GICv2's registers that show an interrupt.
 const SOURCE_SHIFT: u32 = 10;
 
 impl Gic {
@@ -74,12 +75,12 @@ impl Gic {
         self.model == Model::V2 && intid < SGIS
     }
 
-    /// Ends an interrupt: drops the running priority, and deactivates the interrupt unless EOImode separates this
-    /// (IHI 0069, 4.1; IHI 0048, 3.2.1).
+    /// Ends an interrupt: drops the running priority, and deactivates the interrupt, unless EOImode makes the
+    /// deactivation a separate step (IHI 0069, 4.1; IHI 0048, 3.2.1).
     ///
-    /// A guest has to end interrupts in the reverse order of their acknowledgement. For a guest that does not, the
-    /// highest active priority is dropped, whatever `intid` and the group of the register are, as the list registers of
-    /// hardware under KVM do.
+    /// A guest has to end interrupts in the reverse order of their acknowledgement. If a guest does not, this drops the
+    /// highest active priority, independently of `intid` and of the group of the written register. The list registers
+    /// of hardware, which KVM uses, do the same.
     pub(crate) fn end(&mut self, vcpu: usize, intid: u32) {
         if (SPECIAL..LPIS).contains(&intid) {
             return;

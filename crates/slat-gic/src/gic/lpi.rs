@@ -1,7 +1,8 @@
 //! LPIs: their configuration table, their pending tables, and their targets.
 //!
-//! As in KVM, an LPI exists while an ITS maps an event to it. Its configuration is read from the guest's table when it
-//! is mapped, and after that only by the commands and registers that invalidate caches (IHI 0069, 5.1).
+//! As in KVM, an LPI exists while an ITS maps an event to it. Its configuration is read from the guest's table when the
+//! LPI is mapped. It is read again only when the guest invalidates cached configurations by a command or a register
+//! (IHI 0069, 5.1).
 
 use super::Gic;
 use crate::error::Error;
@@ -11,11 +12,11 @@ use alloc::vec::Vec;
 
 /// GICR_PROPBASER and GICR_PENDBASER after reset: inner shareable, write-back, as KVM's are.
 pub(crate) const RESET_BASE: u64 = 3 << 7 | 1 << 10;
-/// GICR_PENDBASER.PTZ: the pending table is zero.
+/// GICR_PENDBASER.PTZ: all bits of the pending table are zero.
 const PENDING_TABLE_ZERO: u64 = 1 << 62;
 const CONFIGURATION_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 const PENDING_ADDRESS: u64 = 0x000f_ffff_ffff_0000;
-/// The bits of an INTID with LPIs.
+/// The number of bits of an INTID in a GIC with LPIs.
 const ID_BITS: u64 = 16;
 
 /// An LPI, and the number of events that are mapped to it.
@@ -32,7 +33,8 @@ impl Gic {
         1 << bits.min(ID_BITS)
     }
 
-    /// Maps one more event to an LPI. A new LPI gets a target, its configuration and its pending bit.
+    /// Maps one more event to an LPI. For a new LPI, sets the target, and reads the configuration and the pending bit
+    /// from the guest's tables.
     ///
     /// # Errors
     /// A table of the guest is not in memory. The LPI has not changed then.
@@ -60,7 +62,7 @@ impl Gic {
         Ok(())
     }
 
-    /// Takes one event from an LPI. The LPI is unmapped with its last event.
+    /// Unmaps one event from an LPI. When no event is mapped to the LPI any more, unmaps the LPI.
     pub(crate) fn unmap_lpi(&mut self, intid: u32) {
         let Some(lpi) = self.lpis.get_mut(&intid) else {
             return;
@@ -112,7 +114,7 @@ impl Gic {
         self.change(0, intid, |lpi| lpi.target = Some(target));
     }
 
-    /// Gives all LPIs of a vCPU to another one (IHI 0069, 5.3, MOVALL).
+    /// Changes the target of all LPIs of the vCPU `from` to the vCPU `to` (IHI 0069, 5.3, MOVALL).
     pub(crate) fn move_lpis(&mut self, from: usize, to: usize) {
         for intid in self.lpis_of(from) {
             self.retarget_lpi(intid, to);
@@ -138,7 +140,7 @@ impl Gic {
             if is_readable {
                 match pending_byte(pendbaser, intid, memory) {
                     Ok((_, byte)) => self.set_lpi_pending(intid, byte & bit_of(intid) != 0),
-                    // As in KVM, the rest of the table is not read.
+                    // As in KVM, after a part that is not in memory the rest of the table is not read.
                     Err(Fault) => is_readable = false,
                 }
             }
@@ -146,7 +148,7 @@ impl Gic {
         }
     }
 
-    /// Takes the bit of an LPI from the pending table of a vCPU.
+    /// Reads and clears the bit of an LPI in the pending table of a vCPU. Returns whether the bit was set.
     fn take_pending_bit(
         &self,
         vcpu: usize,
@@ -196,7 +198,7 @@ fn bit_of(intid: u32) -> u8 {
     1 << (intid % 8)
 }
 
-/// Returns the byte of a pending table that has the bit of an LPI, with its address.
+/// Returns the byte of a pending table that holds the bit of an LPI: its address and its value.
 fn pending_byte(pendbaser: u64, intid: u32, memory: &impl Memory) -> Result<(u64, u8), Fault> {
     let address = (pendbaser & PENDING_ADDRESS) + u64::from(intid / 8);
     let mut byte = [0];

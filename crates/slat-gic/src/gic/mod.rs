@@ -1,4 +1,4 @@
-//! The distributor and the CPU interfaces: which interrupt each vCPU has now.
+//! The distributor and the CPU interfaces. They determine which interrupt is signaled to each vCPU.
 
 mod cpu;
 mod lpi;
@@ -13,7 +13,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 pub(crate) use lpi::Lpi;
 
-/// The largest number of vCPUs with GICv2: targets are bits of a byte.
+/// The largest number of vCPUs with GICv2, in which the targets of an interrupt are the bits of one byte.
 pub const V2_VCPUS: usize = 8;
 /// The largest number of vCPUs with GICv3, as in KVM.
 pub const V3_VCPUS: usize = 512;
@@ -34,8 +34,8 @@ pub enum Model {
 /// The numbers that identify a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuName {
-    /// KVM's id of the vCPU: the processor number of its redistributor. With GICv2, commands and sources use the index
-    /// of the vCPU instead, which therefore has to be the same.
+    /// KVM's id of the vCPU: the processor number of its redistributor. With GICv2, the targets and the sources of
+    /// interrupts are indices of vCPUs, so each vCPU's id has to be equal to its index.
     pub id: u32,
     /// Aff3, Aff2, Aff1 and Aff0 of MPIDR_EL1, from the highest byte to the lowest.
     pub affinity: u32,
@@ -60,16 +60,16 @@ pub(crate) struct Vcpu {
     /// GICR_CTLR.EnableLPIs.
     pub(crate) lpis_enabled: bool,
     pub(crate) pendbaser: u64,
-    /// The redistributor is the last one of its contiguous frames.
+    /// GICR_TYPER.Last: whether the redistributor is the last of contiguous redistributors.
     pub(crate) is_last: bool,
-    /// The widths that the client has restored into ICC_CTLR_EL1. They are the widths of the machine on which the state
-    /// was saved.
+    /// The widths of priorities and of INTIDs that ICC_CTLR_EL1 shows. The client may have restored those of the
+    /// machine on which the state was saved.
     pub(crate) priority_bits: u8,
     pub(crate) id_bits: u8,
     signals: Signals,
     /// Whether the signals must be computed again.
     is_touched: bool,
-    /// The signals have changed since [`Gic::take_changed`].
+    /// Whether the signals have changed since the last call of [`Gic::take_changed`].
     is_changed: bool,
 }
 
@@ -81,7 +81,8 @@ pub struct Gic {
     pub(crate) enabled: bool,
     /// GICD_IIDR.Revision.
     pub(crate) revision: u8,
-    /// GICv2: the client has written GICD_IIDR, and may write groups from then on.
+    /// GICv2: whether the client has written GICD_IIDR. Before that, the client's writes of interrupt groups are
+    /// ignored.
     pub(crate) client_knows_groups: bool,
     pub(crate) has_its: bool,
     pub(crate) propbaser: u64,
@@ -89,10 +90,10 @@ pub struct Gic {
     pub(crate) lpis: BTreeMap<u32, Lpi>,
     pub(crate) vcpus: Vec<Vcpu>,
     by_affinity: BTreeMap<u32, usize>,
-    /// The vCPUs with [`Vcpu::is_touched`] and [`Vcpu::is_changed`].
+    /// The vCPUs for which [`Vcpu::is_touched`] is true, and those for which [`Vcpu::is_changed`] is true.
     touched: Vec<usize>,
     changed: Vec<usize>,
-    /// The level-triggered SPIs that were deactivated since [`Gic::take_ended`].
+    /// The level-triggered SPIs that were deactivated since the last call of [`Gic::take_ended`].
     ended: Vec<u32>,
 }
 
@@ -130,8 +131,8 @@ impl Vcpu {
     }
 }
 
-/// Interrupts are in group 0 after reset with GICv2, as without the security extensions. KVM's GICv3 begins with group
-/// 1.
+/// Returns the group of interrupts after reset: group 0 with GICv2, as in a GIC without the security extensions; group
+/// 1 with GICv3, as in KVM.
 fn reset_group(model: Model) -> Group {
     Group::of(model == Model::V3)
 }
@@ -155,7 +156,7 @@ impl Gic {
         }
         let first = (!vcpus.is_empty()).then_some(0);
         let by_affinity: BTreeMap<_, _> = vcpus.iter().map(|vcpu| vcpu.affinity).zip(0..).collect();
-        // The target of an SPI is the first vCPU, until the guest writes a register.
+        // The target of an SPI is the first vCPU, until the guest writes the register for the SPI's target.
         let spi = Interrupt::new(reset_group(model), Trigger::Edge, first);
         let each = vcpus.iter().enumerate();
         Ok(Gic {
@@ -177,7 +178,7 @@ impl Gic {
         })
     }
 
-    /// Returns the version of the architecture.
+    /// Returns the version of the GIC architecture.
     pub fn model(&self) -> Model {
         self.model
     }
@@ -199,7 +200,7 @@ impl Gic {
 
     /// Returns the index of the vCPU with an id.
     pub fn vcpu_with_id(&self, id: u32) -> Option<usize> {
-        // Ids are indices unless the client has chosen them otherwise.
+        // If no client has chosen another id, the id of each vCPU is its index. So the index `id` is tried first.
         let has_id = |index: &usize| self.vcpus[*index].name.id == id;
         let guess = Some(id as usize).filter(|index| *index < self.vcpus.len());
         let others = || (0..self.vcpus.len()).find(has_id);
@@ -223,7 +224,7 @@ impl Gic {
     }
 
     /// Calls `kick` with each vCPU whose [`signals`](Self::signals) have changed since the last call. The owner calls
-    /// this after each other call that takes the GIC mutably.
+    /// this after each other method that takes `&mut self`.
     pub fn take_changed(&mut self, mut kick: impl FnMut(usize)) {
         for vcpu in self.changed.drain(..) {
             self.vcpus[vcpu].is_changed = false;
@@ -231,8 +232,8 @@ impl Gic {
         }
     }
 
-    /// Calls `ended` with the INTID of each level-triggered SPI that was deactivated since the last call: resampling
-    /// irqfds ask their devices then whether the line is still high.
+    /// Calls `ended` with the INTID of each level-triggered SPI that was deactivated since the last call. A resampling
+    /// irqfd then asks its device whether the line is still high.
     pub fn take_ended(&mut self, mut ended: impl FnMut(u32)) {
         for intid in self.ended.drain(..) {
             ended(intid);
@@ -287,7 +288,7 @@ impl Gic {
         }
     }
 
-    /// Changes an interrupt, if it exists, and its entry in the pending sets.
+    /// Changes an interrupt, if it exists, and then updates its entry in the pending sets.
     pub(crate) fn change(&mut self, vcpu: usize, intid: u32, change: impl FnOnce(&mut Interrupt)) {
         if let Some(interrupt) = self.interrupt_mut(vcpu, intid) {
             change(interrupt);
@@ -313,7 +314,7 @@ impl Gic {
         self.move_entry(intid, old, new);
     }
 
-    /// Moves the entry of an interrupt in the pending sets.
+    /// Moves the entry of an interrupt in the pending sets from `old` to `new`. `None`: the interrupt is in no set.
     pub(crate) fn move_entry(&mut self, intid: u32, old: Option<Place>, new: Option<Place>) {
         if let Some(place) = old {
             self.vcpus[place.vcpu].pending.remove(intid, place);
@@ -325,7 +326,7 @@ impl Gic {
         }
     }
 
-    /// Lets [`settle`](Self::settle) compute the signals of a vCPU again.
+    /// Makes [`settle`](Self::settle) compute the signals of a vCPU again.
     pub(crate) fn touch(&mut self, vcpu: usize) {
         if !self.vcpus[vcpu].is_touched {
             self.vcpus[vcpu].is_touched = true;
@@ -343,7 +344,8 @@ impl Gic {
         }
     }
 
-    /// Computes the signals of all vCPUs that were touched. Each public function that changes anything ends with this.
+    /// Computes the signals of all vCPUs for which [`touch`](Self::touch) was called. Each public function that changes
+    /// the GIC calls this at its end.
     pub(crate) fn settle(&mut self) {
         while let Some(vcpu) = self.touched.pop() {
             let signals = self.compute_signals(vcpu);

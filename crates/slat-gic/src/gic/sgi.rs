@@ -14,7 +14,7 @@ const V3_BROADCAST: u64 = 1 << 40;
 const V3_AFF1_SHIFT: u32 = 16;
 const V3_AFF2_SHIFT: u32 = 32;
 const V3_AFF3_SHIFT: u32 = 48;
-/// The bits of the target list.
+/// The number of bits of the target list.
 const V3_TARGETS: u32 = 16;
 
 impl Gic {
@@ -40,7 +40,7 @@ impl Gic {
         });
     }
 
-    /// Takes sources from an SGI of GICv2 (GICD_CPENDSGIR).
+    /// Removes sources from an SGI of GICv2 (GICD_CPENDSGIR).
     pub(crate) fn remove_sgi_sources(&mut self, vcpu: usize, intid: u32, sources: u8) {
         self.change(vcpu, intid, |sgi| {
             sgi.sources &= !sources;
@@ -48,8 +48,9 @@ impl Gic {
         });
     }
 
-    /// Generates an SGI of GICv3: the write of `value` to a register that can generate interrupts of group 0 only, or
-    /// of both groups (IHI 0069, 4.4: with one security state, ICC_SGI1R_EL1 generates both, as in KVM).
+    /// Generates an SGI of GICv3: the write of `value` to a register of the vCPU `source`. `both_groups` says whether
+    /// the register can generate interrupts of both groups, or only of group 0. (With one security state, ICC_SGI1R_EL1
+    /// generates both, as in KVM; IHI 0069, 4.4.)
     pub(crate) fn generate_v3_sgi(&mut self, source: usize, value: u64, both_groups: bool) {
         if self.model != Model::V3 {
             return;

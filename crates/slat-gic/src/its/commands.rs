@@ -1,4 +1,4 @@
-//! The commands of the queue (IHI 0069, 5.3).
+//! The commands in the ITS's command queue (IHI 0069, 5.3).
 
 use super::{
     DEVICE_BITS, Device, ENTRY, EVENT_BITS, Event, INDIRECT, Its, MAX_EVENTS, QUEUE_ADDRESS,
@@ -8,7 +8,7 @@ use crate::interrupt::LPIS;
 use crate::memory::{Memory, read_u64, write_u64};
 use alloc::collections::BTreeMap;
 
-/// The bytes of a command.
+/// The size of a command in bytes.
 const COMMAND: u64 = 32;
 
 const MOVI: u64 = 0x01;
@@ -23,12 +23,13 @@ const INVALL: u64 = 0x0d;
 const MOVALL: u64 = 0x0e;
 const DISCARD: u64 = 0x0f;
 
-/// GITS_BASER: bits 47:16 of the address, bits 51:48 of it in the bits 15:12, and the number of pages less one.
+/// Fields of GITS_BASER: bits 47:16 of the table's address; bits 51:48 of this address, which are in bits 15:12 of the
+/// register; and the number of pages minus one.
 const TABLE_ADDRESS: u64 = 0x0000_ffff_ffff_0000;
 const TABLE_ADDRESS_HIGH_SHIFT: u32 = 36;
 const TABLE_PAGES: u64 = 0xff;
 pub(super) const TABLE_PAGE: u64 = 0x1_0000;
-/// An entry of the first of two levels.
+/// Fields of an entry in the first level of a two-level table.
 pub(super) const LEVEL_ONE_VALID: u64 = 1 << 63;
 pub(super) const LEVEL_ONE_ADDRESS: u64 = 0x000f_ffff_ffff_0000;
 
@@ -56,7 +57,7 @@ impl Command {
         self.field(2, 63, 1) != 0
     }
 
-    /// Returns the processor number in a word.
+    /// Returns the processor number in word number `word` of the command.
     fn processor(&self, word: usize) -> u32 {
         self.field(word, 16, 32) as u32
     }
@@ -79,7 +80,7 @@ impl Table {
         }
     }
 
-    /// Returns the address of an entry, if the table has it in the guest's memory.
+    /// Returns the address of an entry, if the table has such an entry and it is in guest memory.
     pub(super) fn entry(&self, index: u64, memory: &impl Memory) -> Option<u64> {
         let address = match self.is_indirect {
             false => (index < self.size / ENTRY).then_some(self.base + index * ENTRY)?,
@@ -184,7 +185,7 @@ impl Its {
         }
     }
 
-    /// Maps or unmaps a device. A device that was mapped loses its events.
+    /// Maps or unmaps a device. If the device was mapped already, its events are unmapped.
     fn map_device(&mut self, command: &Command, gic: &mut Gic, memory: &impl Memory) -> Option<()> {
         let device = command.device();
         let entry = self.device_entry(device, memory)?;
@@ -198,7 +199,8 @@ impl Its {
             return Some(());
         }
         self.remove_device(device, gic);
-        // Otherwise the entry that an earlier save has left would be restored.
+        // Clears the entry in the guest's table, because an earlier save may have stored the device there, and a
+        // restore would map it again.
         write_u64(memory, entry, 0).ok()
     }
 

@@ -20,7 +20,7 @@ pub const ITS_SIZE: u64 = 0x2_0000;
 /// The offset of GITS_TRANSLATER, to which devices write their messages.
 pub const TRANSLATER: u64 = 0x1_0040;
 
-/// The bits of DeviceIDs and EventIDs, and the bytes of an entry of each table.
+/// The number of bits of DeviceIDs and of EventIDs, and the size in bytes of an entry of each table.
 const DEVICE_BITS: u32 = 16;
 const EVENT_BITS: u32 = 16;
 const ENTRY: u64 = 8;
@@ -28,37 +28,38 @@ const ENTRY: u64 = 8;
 /// fewer LPIs than this.
 const MAX_EVENTS: usize = 1 << 20;
 
-/// GITS_CTLR.
+/// Fields of GITS_CTLR.
 const ENABLE: u64 = 1 << 0;
 const QUIESCENT: u64 = 1 << 31;
 /// GITS_IIDR: the revision of the tables' layout. Only one revision exists.
 const REVISION_SHIFT: u32 = 12;
-/// GITS_TYPER: physical LPIs; sizes less one of entries, EventIDs and DeviceIDs. GITS_TYPER.PTA is zero: redistributors
-/// are named by their processor number.
+/// The value of GITS_TYPER: there are physical LPIs; and the size of a translation table entry, of EventIDs and of
+/// DeviceIDs, each minus one. GITS_TYPER.PTA is zero: redistributors are named by their processor number.
 const TYPER: u64 =
     1 | (ENTRY - 1) << 4 | ((EVENT_BITS - 1) as u64) << 8 | ((DEVICE_BITS - 1) as u64) << 13;
 
-/// GITS_CBASER and GITS_BASER.
+/// Fields of GITS_CBASER and GITS_BASER.
 const VALID: u64 = 1 << 63;
 const INDIRECT: u64 = 1 << 62;
 const INNER_SHIFT: u32 = 59;
 const OUTER_SHIFT: u32 = 53;
-/// The address of a queue is aligned to 64 KiB, as KVM has it, and its size is in pages of 4 KiB.
+/// The address of a queue is aligned to 64 KiB, as in KVM, and the size of the queue is in pages of 4 KiB.
 const QUEUE_ADDRESS: u64 = 0x000f_ffff_ffff_0000;
 const QUEUE_UNALIGNED: u64 = 0xf000;
 const QUEUE_PAGES: u64 = 0xff;
 const QUEUE_PAGE_SHIFT: u32 = 12;
-/// Commands have 32 bytes, so that these bits of an offset count.
+/// The bits of an offset in the queue that GITS_CREADR and GITS_CWRITER hold. An offset is a multiple of a command's 32
+/// bytes.
 const QUEUE_OFFSET: u64 = 0xf_ffe0;
 const TYPE_SHIFT: u32 = 56;
 const ENTRY_SHIFT: u32 = 48;
 const TABLE_READ_ONLY: u64 = 7 << TYPE_SHIFT | 0x1f << ENTRY_SHIFT;
 const PAGE_SIZE: u64 = 3 << 8;
-/// Pages of 64 KiB, the only size.
+/// The value of the page size field: 64 KiB, the only page size.
 const PAGE_64K: u64 = 2 << 8;
 const TYPE_DEVICES: u64 = 1;
 const TYPE_COLLECTIONS: u64 = 4;
-/// The attributes of a table after reset: inner shareable, write-back.
+/// The value of GITS_BASER after reset: inner shareable, write-back.
 const RESET_TABLE: u64 = 3 << INNER_SHIFT | 1 << 10 | PAGE_64K | (ENTRY - 1) << ENTRY_SHIFT;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +74,7 @@ enum Register {
     Identification,
 }
 
-/// The control frame (IHI 0069, the ITS register map).
+/// The registers of the control frame (IHI 0069, the ITS register map).
 const REGISTERS: [Region<Register>; 8] = [
     word(0x0000, Register::Control),
     word(0x0004, Register::Implementer),
@@ -92,7 +93,7 @@ const LAST_DOUBLE_END: u64 = 0xffd0;
 #[derive(Clone, Copy, Debug)]
 struct Event {
     lpi: u32,
-    /// `None`: the collection was unmapped after the event was mapped to it.
+    /// The number of the collection. `None`: the collection was unmapped after the event was mapped to it.
     collection: Option<u16>,
 }
 
@@ -317,7 +318,7 @@ impl Its {
     }
 
     fn write_table(&mut self, offset: u32, width: usize, value: u64, gic: &mut Gic) {
-        // The collection table has one level. Registers of further tables do not exist.
+        // The collection table has one level. The ITS has only these two tables.
         let (old, kind, missing) = match offset & 0x38 {
             0 => (&mut self.device_table, TYPE_DEVICES, 0),
             8 => (&mut self.collection_table, TYPE_COLLECTIONS, INDIRECT),
@@ -326,7 +327,7 @@ impl Its {
         let new = replace(*old, offset, width, value) & !(TABLE_READ_ONLY | PAGE_SIZE | missing);
         let new = new | kind << TYPE_SHIFT | (ENTRY - 1) << ENTRY_SHIFT | PAGE_64K;
         let new = with_attributes(new, INNER_SHIFT, OUTER_SHIFT);
-        // A driver that resumes writes the value that the register has.
+        // A driver that resumes writes the register's present value again. That write must not unmap anything.
         match (core::mem::replace(old, new) != new, kind) {
             (true, TYPE_DEVICES) => self.unmap_devices(gic),
             (true, _) => self.unmap_collections(),

@@ -30,7 +30,7 @@ const EVENT_NEXT_MAX: u64 = (1 << 16) - 1;
 const EVENT_LPI_SHIFT: u32 = 16;
 /// Fields of a collection's entry in the collection table.
 const COLLECTION_TARGET_SHIFT: u32 = 16;
-/// The processor number of a collection that events name, but that is not mapped. KVM's value.
+/// The processor number that is saved for a collection that events name, but that is not mapped. The value is KVM's.
 const UNMAPPED: u32 = u32::MAX;
 
 /// The number of event entries that one restore reads. Without a limit, a guest whose devices all share one large table
@@ -51,7 +51,8 @@ impl Its {
         if self.device_table & VALID == 0 {
             return Ok(());
         }
-        // A device whose part of the table the guest has taken away is not saved, so that the client can save the rest.
+        // A device is not saved if the guest has removed the device's part from the table. So the client can save the
+        // rest.
         let devices = self.devices.iter();
         let with_entries =
             devices.filter_map(|(&id, device)| Some((id, self.device_entry(id, memory)?, device)));
@@ -74,14 +75,14 @@ impl Its {
         }
         let table = Table::of(self.collection_table);
         let mut address = table.base;
-        // Each collection has an entry: a table that changes loses its collections.
+        // The table has space for all collections, because a change of the table unmaps them.
         for (&collection, target) in &self.collections {
             let number = target.map_or(UNMAPPED, |vcpu| gic.vcpus[vcpu].name.id);
             let target = u64::from(number) << COLLECTION_TARGET_SHIFT;
             write_u64(memory, address, VALID | target | u64::from(collection))?;
             address += ENTRY;
         }
-        // A full table needs no end.
+        // A full table needs no invalid entry at its end.
         if address < table.base + table.size {
             write_u64(memory, address, 0)?;
         }
@@ -233,7 +234,7 @@ impl Its {
 fn save_events(device: &Device, memory: &impl Memory) -> Result<(), Error> {
     let address = |id: u32| device.table + u64::from(id) * ENTRY;
     let mut following = None;
-    // From the last event to the first one, as each entry has the distance to the next valid one.
+    // Saves the last event first, because each entry has the distance to the next valid entry.
     for (&id, event) in device.events.iter().rev() {
         let Some(collection) = event.collection else {
             write_u64(memory, address(id), 0)?;

@@ -6,7 +6,8 @@ use crate::gic::{Gic, Model};
 use crate::interrupt::{Group, Interrupt, PRIORITIES, PRIVATE, SGIS, Trigger};
 
 impl Gic {
-    /// Calls `value` with each of `count` interrupts, and returns the values, `bits` bits each.
+    /// Calls `value` with each of the `count` interrupts from `first` on. Returns all results in one number, in which
+    /// each result has `bits` bits.
     fn collect(
         &self,
         vcpu: usize,
@@ -37,7 +38,7 @@ impl Gic {
                 Register::Group => interrupt.group == Group::One,
                 Register::SetEnable | Register::ClearEnable => interrupt.enabled,
                 Register::SetActive | Register::ClearActive => interrupt.active,
-                // The client of a GICv3 has the latch, and saves the lines beside it.
+                // The client of a GICv3 reads only the latch here, because it reads the lines by another attribute.
                 Register::SetPending if is_client_of_v3 => interrupt.latch,
                 Register::ClearPending if is_client_of_v3 => false,
                 Register::SetPending | Register::ClearPending => interrupt.is_pending(),
@@ -56,7 +57,8 @@ impl Gic {
         value: u64,
         access: Access,
     ) {
-        // These two registers set the state of all interrupts, not only of those whose bit is set.
+        // A write of one of the following registers sets the state of all its interrupts, not only of those whose bit
+        // is set. SetPending is such a register only for the client of a GICv3.
         let replaces_latch = access == Access::Client && self.model == Model::V3;
         let concerns_all = match register {
             Register::Group => true,
@@ -72,7 +74,7 @@ impl Gic {
         }
     }
 
-    /// Applies a bit of an interrupt that a write concerns.
+    /// Applies one bit of a write to the interrupt to which the bit belongs.
     fn write_bit(
         &mut self,
         vcpu: usize,
@@ -82,8 +84,9 @@ impl Gic {
         access: Access,
     ) {
         let is_v2_sgi = self.is_v2_sgi(intid);
-        // GICv2 has other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The client, which has to
-        // save it by this register, does not know the sources: the vCPU itself becomes the source.
+        // With GICv2, the guest uses other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The
+        // client saves and restores the pending state by this register, which does not have the sources. So the
+        // client's write makes the vCPU itself the source.
         let is_ignored = is_v2_sgi && access == Access::Guest;
         self.change(vcpu, intid, |interrupt| match register {
             Register::Group => interrupt.group = Group::of(bit),
@@ -128,7 +131,8 @@ impl Gic {
         })
     }
 
-    /// Writes triggers. SGIs are edges, and PPIs are levels, which the guest cannot change (IHI 0048, GICD_ICFGR).
+    /// Writes triggers. SGIs are edge-triggered and PPIs level-triggered, which the guest cannot change (IHI 0048,
+    /// GICD_ICFGR).
     pub(super) fn write_configuration(&mut self, vcpu: usize, first: u32, count: u32, value: u64) {
         for index in (0..count).filter(|index| first + index >= PRIVATE) {
             let trigger = match value >> (2 * index) & 2 {

@@ -1,8 +1,8 @@
 //! The registers in memory, for the guest and for the client of KVM's device attributes.
 //!
 //! The guest reaches registers by loads and stores in a [`Frame`]. An access that no register accepts reads as zero and
-//! is ignored as a write, as in KVM. The client reads and writes 32 bits of most of the same registers, to save and
-//! restore the state. For it some registers differ:
+//! is ignored as a write, as in KVM. To save and restore the state, the client reads and writes most of these
+//! registers, 32 bits at a time. The following registers differ for the client:
 //!
 //! | registers | guest | client |
 //! |---|---|---|
@@ -31,11 +31,11 @@ use region::{
 const REVISION_SHIFT: u32 = 12;
 const REVISION_MASK: u32 = 0xf << REVISION_SHIFT;
 
-/// The bytes of the frames.
+/// The size of GICv2's distributor in bytes.
 pub const V2_DISTRIBUTOR_SIZE: u64 = 0x1000;
-/// The bytes of GICv2's CPU interface.
+/// The size of GICv2's CPU interface in bytes.
 pub const V2_CPU_INTERFACE_SIZE: u64 = 0x2000;
-/// The bytes of GICv3's distributor.
+/// The size of GICv3's distributor in bytes.
 pub const V3_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
 /// The size of a redistributor in bytes: its frames RD_base and SGI_base.
 pub const REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
@@ -48,14 +48,14 @@ const IIDR: u32 = 8;
 /// GICD_CTLR. As in KVM, the only enable bit is that of group 0 with GICv2, and that of group 1 with GICv3.
 const V2_ENABLE: u32 = 1 << 0;
 const V3_ENABLE: u32 = 1 << 1;
-/// GICv3: affinity routing is enabled, and there is one security state.
+/// The bits of GICv3's GICD_CTLR that are always set: affinity routing is enabled, and there is one security state.
 const V3_FIXED: u32 = 1 << 4 | 1 << 6;
 
-/// GICD_TYPER.
+/// Fields of GICD_TYPER.
 const V2_CPUS_SHIFT: u32 = 5;
 const V3_LPIS: u32 = 1 << 17;
 const V3_ID_BITS_SHIFT: u32 = 19;
-/// The bits of INTIDs with and without LPIs.
+/// The number of bits of INTIDs, with and without LPIs.
 const LPI_ID_BITS: u32 = 16;
 const SPI_ID_BITS: u32 = 10;
 
@@ -137,7 +137,8 @@ impl Gic {
         region::store(value, data);
     }
 
-    /// Writes a register for the vCPU that makes the access. `memory` has the tables of LPIs.
+    /// Writes a register for the vCPU that makes the access. `memory` is the guest's memory, which holds the tables of
+    /// LPIs.
     ///
     /// # Panics
     /// There is no such vCPU.
@@ -263,7 +264,8 @@ impl Gic {
         accepted.map_or(0, |(accepted, vcpu)| self.read_register(vcpu, accepted)) as u32
     }
 
-    /// Writes 32 bits for the client. `memory` has the tables of LPIs. As in KVM, what is no register ignores writes.
+    /// Writes 32 bits for the client. `memory` is the guest's memory, which holds the tables of LPIs. As in KVM, a
+    /// write to an offset without a register is ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist.

@@ -10,7 +10,7 @@ pub(crate) enum Register {
     /// GICD_CTLR, GICD_TYPER, GICD_IIDR, GICD_TYPER2.
     Distributor,
     Identification,
-    // One bit for each interrupt.
+    // These registers have one bit for each interrupt.
     Group,
     SetEnable,
     ClearEnable,
@@ -18,7 +18,7 @@ pub(crate) enum Register {
     ClearPending,
     SetActive,
     ClearActive,
-    // Two, eight, eight and 64 bits for each interrupt.
+    // These registers have two, eight, eight and 64 bits for each interrupt.
     Configuration,
     Priority,
     Targets,
@@ -56,12 +56,12 @@ const WORD: usize = 4;
 const BYTE_OR_WORD: usize = 1 | 4;
 const WORD_OR_DOUBLE: usize = 4 | 8;
 
-/// Registers of a kind, one after the other.
+/// Registers of one kind, at consecutive offsets.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region<R> {
     pub(crate) start: u32,
     length: u32,
-    /// The bits that each interrupt has in the region, or zero.
+    /// The number of bits that each interrupt has in these registers. Zero: the registers have no bits of interrupts.
     bits: u32,
     widths: usize,
     pub(crate) register: R,
@@ -92,7 +92,7 @@ pub(crate) const fn doubles<R: Copy>(start: u32, length: u32, register: R) -> Re
     }
 }
 
-/// Registers with `bits` bits for each of `intids` interrupts.
+/// Creates a region of registers with `bits` bits for each of `intids` interrupts.
 const fn of_interrupts(start: u32, bits: u32, intids: u32, register: Register) -> Region<Register> {
     let widths = match bits {
         8 => BYTE_OR_WORD,
@@ -187,7 +187,7 @@ pub(crate) const V3_REDISTRIBUTOR: [Region<Register>; 23] = [
     of_interrupts(0x1_0380, 1, 32, Register::ClearActive),
     of_interrupts(0x1_0400, 8, 32, Register::Priority),
     of_interrupts(0x1_0c00, 2, 32, Register::Configuration),
-    // GICR_IGRPMODR0, GICR_NSACR, and their neighbours of extended PPIs, which do not exist.
+    // GICR_IGRPMODR0 and GICR_NSACR, and the word after GICR_NSACR.
     word(0x1_0d00, Register::Zero),
     word(0x1_0e00, Register::Zero),
     word(0x1_0e04, Register::Zero),
@@ -212,7 +212,7 @@ impl<R> Region<R> {
         self.widths & 8 != 0
     }
 
-    /// Whether an access is aligned, has a width that the registers permit, and is of an interrupt that exists.
+    /// Whether an access is aligned, has a width that the registers permit, and concerns an interrupt that exists.
     fn accepts(&self, offset: u32, width: usize, interrupts: u32) -> bool {
         width.is_power_of_two()
             && self.widths & width != 0
@@ -234,7 +234,7 @@ pub(crate) fn find<R>(
     region.accepts(offset, width, interrupts).then_some(region)
 }
 
-/// Returns `width` bytes of a 64-bit register, from the byte that `offset` means on.
+/// Returns `width` bytes of a 64-bit register, starting with the byte at `offset`.
 pub(crate) fn part(value: u64, offset: u32, width: usize) -> u64 {
     let shifted = value >> (8 * (offset & 7));
     match width {

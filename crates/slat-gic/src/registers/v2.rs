@@ -73,7 +73,7 @@ impl Gic {
         }
     }
 
-    /// Reads a register of the CPU interface of a vCPU. The client can read only those without an effect.
+    /// Reads a register of the CPU interface of a vCPU. The client can read only the registers that hold state.
     pub(super) fn read_cpu_interface(
         &mut self,
         vcpu: usize,
@@ -90,7 +90,8 @@ impl Gic {
             },
             Register::BinaryPoint => u32::from(interface.binary_points[0]),
             Register::AliasedBinaryPoint => u32::from(interface.binary_points[1]),
-            // The four registers have one bit for each of 128 preemption levels, of which 32 exist.
+            // The four active priorities registers have one bit for each of 128 preemption levels. Only 32 levels
+            // exist, all in the first register.
             Register::ActivePriorities if offset & 0xc == 0 => interface.active[0],
             Register::Implementer => PRODUCT << CPU_PRODUCT_SHIFT | ARCHITECTURE | IMPLEMENTER,
             _ if access == Access::Client => 0,
@@ -119,8 +120,8 @@ impl Gic {
             .sum()
     }
 
-    /// Returns why the registers of `group` do not show an interrupt of group `of`, or `None` if they do (IHI 0048,
-    /// GICV_IAR and GICV_AIAR).
+    /// Returns the special INTID that a register of `group` shows instead of an interrupt of the group `of`. `None`:
+    /// the register shows the interrupt (IHI 0048, GICV_IAR and GICV_AIAR).
     fn hidden_v2(&self, vcpu: usize, group: Group, of: Group) -> Option<u32> {
         match (group, of) {
             (Group::Zero, Group::One) if !self.vcpus[vcpu].interface.ack_control => {
@@ -158,7 +159,7 @@ impl Gic {
         value: u32,
         access: Access,
     ) {
-        // The INTID without the source, which the interrupt knows.
+        // The written value also has the source of an SGI, which is not needed: the interrupt knows its source.
         let intid = value & 0x3ff;
         let interface = &mut self.vcpus[vcpu].interface;
         match register {

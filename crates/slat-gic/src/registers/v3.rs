@@ -9,7 +9,7 @@ use crate::memory::Memory;
 const ENABLE_LPIS: u64 = 1 << 0;
 /// GICR_CTLR.CES and GICR_CTLR.IR: LPIs can be disabled again, and invalidated by registers.
 const CAN_DISABLE_AND_INVALIDATE: u64 = 1 << 1 | 1 << 2;
-/// The first revision of KVM with these.
+/// The first revision in GICD_IIDR with which GICR_CTLR has these two bits.
 const INVALIDATE_REVISION: u8 = 3;
 
 /// Fields of GICR_TYPER.
@@ -33,8 +33,9 @@ const REDISTRIBUTOR_INNER_SHIFT: u32 = 7;
 const REDISTRIBUTOR_OUTER_SHIFT: u32 = 56;
 const SHAREABILITY_SHIFT: u32 = 10;
 
-/// Returns a register with the address of a table, with the shareability and cacheability that KVM's guests get:
-/// nothing is outer shareable or uncached. `inner` and `outer` are the positions of the cacheability fields.
+/// Replaces the shareability and the cacheability in `value`, a register with the address of a table, by those that
+/// KVM's guests get: nothing is outer shareable or uncached. `inner` and `outer` are the positions of the cacheability
+/// fields.
 pub(crate) fn with_attributes(value: u64, inner: u32, outer: u32) -> u64 {
     let with = |value: u64, shift: u32, mask: u64, choose: fn(u64) -> u64| {
         value & !(mask << shift) | choose(value >> shift & mask) << shift
@@ -48,7 +49,7 @@ pub(crate) fn with_attributes(value: u64, inner: u32, outer: u32) -> u64 {
         0 | 1 => 3,
         _ => field,
     });
-    // The outer cacheability is that of the inner one, or none.
+    // An outer cacheability of 1 (not cacheable) stays; any other value becomes 0, the same as the inner cacheability.
     with(value, outer, 7, |field| match field {
         1 => 1,
         _ => 0,
@@ -63,7 +64,7 @@ impl Gic {
         part(route.into(), offset, width)
     }
 
-    /// Writes GICD_IROUTER. No vCPU has the SPI if there is none of the affinity.
+    /// Writes GICD_IROUTER. If no vCPU has the affinity, the SPI has no target.
     pub(super) fn write_route(&mut self, intid: u32, offset: u32, value: u64) {
         if offset & 4 != 0 {
             return;

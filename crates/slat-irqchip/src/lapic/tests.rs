@@ -250,7 +250,7 @@ fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
 }
 
-/// The divide register matters only to the other modes. The deadline is no register of the APIC page, so a restored
+/// In TSC-deadline mode, the divide register has no effect. The deadline is no register of the APIC page, so a restored
 /// APIC keeps it.
 #[test]
 fn a_tsc_deadline_stays_until_another_one_or_another_mode() {

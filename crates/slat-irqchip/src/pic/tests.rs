@@ -87,7 +87,8 @@ fn sources_share_a_line() {
     pics.set_line(10, 63, false);
     pics.write(0xa0, EOI);
     pics.write(0x20, EOI);
-    // The slave's request was withdrawn, but the master had latched it. No other interrupt comes.
+    // The slave's request was withdrawn, but the master had latched it. So the CPU gets the slave's spurious interrupt,
+    // and no other.
     while pics.output() {
         assert_eq!(pics.acknowledge().vector, SLAVE_BASE + 7);
         pics.write(0x20, EOI);
@@ -176,7 +177,7 @@ fn specific_ends_and_set_priority() {
         expect(&mut pics, irq);
         assert_eq!(pics.write(0x20, EOI).ended, 1 << irq);
     }
-    // Command 2 has no effect.
+    // The OCW2 command 0b010 is "no operation".
     let before = pics.save(Chip::Master);
     pics.write(0x20, 0x40 | 3);
     assert_eq!(pics.save(Chip::Master), before);
@@ -469,7 +470,7 @@ fn every_level_is_served() {
         }
         if pics.output() {
             let irq = line_of(pics.acknowledge().vector);
-            // The guest serves one device, while others hold the line.
+            // The guest serves one of the devices that hold the line.
             if held[irq] != 0 {
                 let source = held[irq].trailing_zeros() as u8;
                 held[irq] &= held[irq] - 1;

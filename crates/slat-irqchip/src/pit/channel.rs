@@ -277,7 +277,7 @@ impl Channel {
         value
     }
 
-    /// Latches the count, unless an earlier one was not read yet.
+    /// Latches the count, unless an earlier latched count was not read yet.
     pub(super) fn latch_count(&mut self, now: u64) {
         if self.state.count_latched == 0 {
             self.state.latched_count = self.count_at(now);
@@ -285,7 +285,7 @@ impl Channel {
         }
     }
 
-    /// Latches the status, unless an earlier one was not read yet.
+    /// Latches the status, unless an earlier latched status was not read yet.
     pub(super) fn latch_status(&mut self, now: u64) {
         if self.state.status_latched != 0 {
             return;
@@ -344,7 +344,7 @@ impl Channel {
         match mode {
             Mode::TerminalCount | Mode::OneShot => gone >= count,
             Mode::SoftwareStrobe | Mode::HardwareStrobe => gone != count,
-            // A low gate sets OUT.
+            // While the gate is low, OUT is high.
             _ if run.stopped.is_some() => true,
             Mode::RateGenerator => gone % count != count - 1,
             Mode::SquareWave => gone % count < count.div_ceil(2),
