@@ -54,9 +54,9 @@ pub(crate) fn leave_descriptors() -> bool {
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 
-/// The work of the background thread that was the last to begin. Stored with release, and loaded with acquire: what the
-/// new thread has stored before, in the allocator for example, is in memory when the starting thread goes on and
-/// perhaps forks.
+/// The work of the background thread that was the last to begin. Stored with release and loaded with acquire. So when
+/// the starting thread goes on and perhaps forks, all earlier stores of the new thread are visible, for example those
+/// in the allocator.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Waits until the new thread runs its `work`, but at most 20 ms. The limit is necessary for two reasons. The new

@@ -29,7 +29,7 @@ impl Life {
         }
     }
 
-    /// Begins a call of the VM whose life this is.
+    /// Begins a call of this VM.
     ///
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.

@@ -106,7 +106,7 @@ impl CpuCounts {
 }
 
 impl Halts {
-    /// Call when a halt begins (`true`) or ends.
+    /// Records that a halt begins (`true`) or ends (`false`).
     pub(crate) fn set_blocking(&self, blocking: bool) {
         self.blocking.store(blocking, Relaxed);
     }

@@ -50,7 +50,8 @@ pub struct Cell {
 // while `users` is above zero.
 unsafe impl Sync for Cell {}
 
-/// A use of an object. The object lives until it has no user and no descriptor.
+/// A reference to an object, which the object's cell counts. The object lives until it has no reference and no
+/// descriptor.
 pub struct Handle(&'static Cell);
 
 impl Handle {

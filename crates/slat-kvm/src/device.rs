@@ -74,7 +74,7 @@ impl DeviceObject {
         self.vm.is_foreign()
     }
 
-    /// Returns the name that the link of the device's descriptor shows.
+    /// Returns the name to which the link of the device's descriptor in `/proc/self/fd` points.
     pub fn link(&self) -> &'static str {
         match &self.kind {
             Kind::Vfio(_) => "anon_inode:kvm-vfio",

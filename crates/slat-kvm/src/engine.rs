@@ -1,6 +1,6 @@
-//! The engine with the table format that was chosen when the process began. This is the only module that names the
-//! platform. The architecture lists the formats. The same guest runs with any format; only the entries of the tables
-//! differ.
+//! The engine with the table format that was chosen when the process began. This is the only module that names the type
+//! of the engine's platform. The architecture lists the formats. The same guest runs with any format; only the entries
+//! of the tables differ.
 
 use crate::arch::table_formats;
 use crate::errno::{self, Error, fail, no_memory};

@@ -4,7 +4,7 @@
 use crate::engine::EngineVcpu;
 use std::ops::{Deref, DerefMut};
 
-/// Keeps the engine's vCPU in `T` entered until this value is dropped.
+/// Keeps the engine's vCPU that `T` holds in the engine's reader section, until this value is dropped.
 pub(crate) struct Entered<'a, T: AsMut<EngineVcpu>>(&'a mut T);
 
 impl<'a, T: AsMut<EngineVcpu>> Entered<'a, T> {

@@ -40,8 +40,8 @@ impl ExitTimes {
 pub(crate) struct Stopwatch(Option<(Reason, u64)>);
 
 impl Stopwatch {
-    /// Call after each exit of the CPU. `number` is the number of exits so far. `reason` returns the exit's reason;
-    /// `None` for a halt, whose time is counted separately.
+    /// Begins to time an exit, if it is one of those that are timed. Call after each exit of the CPU. `number` is the
+    /// number of exits so far. `reason` returns the exit's reason; `None` for a halt, whose time is counted separately.
     #[inline]
     pub(crate) fn exits(&mut self, number: u64, reason: impl FnOnce() -> Option<Reason>) {
         if number.is_multiple_of(ONE_IN) {
@@ -49,7 +49,7 @@ impl Stopwatch {
         }
     }
 
-    /// Call before the CPU executes the guest again.
+    /// Ends the timing of an exit, if one is being timed. Call before the CPU executes the guest again.
     #[inline]
     pub(crate) fn enters(&mut self, times: &ExitTimes) {
         if let Some((reason, begin)) = self.0.take() {

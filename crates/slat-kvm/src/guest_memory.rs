@@ -155,7 +155,8 @@ impl GuestMemory {
         }
     }
 
-    /// Drops cached translations; the run loop quiesces before the guest executes again.
+    /// Drops cached translations. The run loop then passes a quiescent point of the engine before the guest executes
+    /// again.
     pub(crate) fn request_retry(&mut self) {
         self.flush();
         self.engine.attention().raise(bits::RETRY);

@@ -107,7 +107,7 @@ impl<D> Table<D> {
 /// The registrations of a VM.
 #[derive(Debug)]
 pub(crate) struct IoBus<D> {
-    /// `None`: the VM has never had a registration.
+    /// The present table. `None`: the VM has never had a registration.
     table: Mutex<Option<Shared<Table<D>>>>,
     /// The number of times that the table was replaced.
     changes: AtomicU64,

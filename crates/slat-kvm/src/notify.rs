@@ -22,14 +22,15 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
     live_vms().store(vms.len(), Ordering::SeqCst);
 }
 
-/// Whether a VM is live in this process. Costs one load, because every change of the program's memory asks this.
+/// Whether a VM is live in this process. Costs one load, because every change of the program's memory calls this
+/// function.
 #[doc(hidden)]
 #[inline]
 pub fn is_anyone_listening() -> bool {
     live_vms().load(Ordering::Relaxed) != 0
 }
 
-/// Makes sure that a VM is notified.
+/// Registers a VM, so that it is notified from now on.
 pub(crate) fn register(vm: &Arc<EngineVm>) {
     change(|vms| {
         if vms.is_empty() {

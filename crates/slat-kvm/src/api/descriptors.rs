@@ -16,7 +16,7 @@ use crate::vm::VmObject;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// An object that clients hold.
+/// An entry of the list: an object that clients hold.
 #[derive(Debug)]
 struct Entry {
     file: FileId,

@@ -18,7 +18,7 @@ pub struct Kvm {
     pub(crate) system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
-    /// The program's choice of the code that is compiled. `None`: the environment decides.
+    /// The program's choice of which guest code is compiled. `None`: the environment decides.
     jit: Option<Jit>,
 }
 

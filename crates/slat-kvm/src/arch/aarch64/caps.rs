@@ -36,7 +36,8 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_ARM_VM_IPA_SIZE => ipa_limit(),
         KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
-        // A bit for each range of `KVM_ARM_GET_REG_WRITABLE_MASKS`.
+        // The capability's value has one bit for each range of registers that `KVM_ARM_GET_REG_WRITABLE_MASKS`
+        // supports, which is only this range.
         KVM_CAP_ARM_SUPPORTED_REG_MASK_RANGES => 1 << KVM_ARM_FEATURE_ID_RANGE,
         KVM_CAP_SET_GUEST_DEBUG2 => guest_debug::CONTROLS,
         KVM_CAP_GUEST_DEBUG_HW_BPS => BREAKPOINTS as u32,

@@ -77,7 +77,7 @@ pub(crate) struct Chips {
     parts: Mutex<Parts>,
 }
 
-/// The part of [`Chips`] under the lock.
+/// The part of [`Chips`] that the GIC's lock protects.
 #[derive(Default)]
 pub(crate) struct Parts {
     pub(crate) device: Option<Device>,
@@ -327,12 +327,13 @@ impl Chips {
         Ok(())
     }
 
-    /// Call after the client has written attributes of the GIC, which may have changed the lines of timers.
+    /// Makes the vCPUs pass the outputs of their timers to the GIC again. Call after the client has written attributes
+    /// of the GIC, which may have changed the lines of the timers.
     pub(crate) fn restored(&self) {
         self.restores.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns a number that changes when the client writes attributes.
+    /// Returns a number that changes when the client writes attributes of the GIC.
     pub(crate) fn restores(&self) -> u32 {
         self.restores.load(Ordering::SeqCst)
     }

@@ -6,9 +6,9 @@ use crate::counters::exits;
 exits! {
     /// Exits of the CPU, for any reason.
     exits,
-    /// Instructions WFE that wait.
+    /// WFE instructions that made the vCPU wait.
     wfe_exit_stat,
-    /// Instructions WFI that wait.
+    /// WFI instructions that made the vCPU wait.
     wfi_exit_stat,
     /// Accesses to addresses without memory that exit to the client.
     mmio_exit_user,
@@ -29,7 +29,7 @@ impl Exits {
     }
 }
 
-/// The reasons of exits whose times are counted separately.
+/// The reason of an exit. The times of exits are counted for each reason separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
     Mmio,
@@ -52,9 +52,9 @@ pub(crate) fn reason(exit: &Exit) -> Option<Reason> {
     })
 }
 
-/// KVM's statistics of operations that a vCPU of slat never does.
+/// KVM's statistics of operations that a vCPU of slat never does. On arm64 there are none.
 pub(crate) const NEVER: &[&str] = &[];
-/// KVM's statistics of states in which a vCPU of slat never is.
+/// KVM's statistics of states in which a vCPU of slat never is. On arm64 there are none.
 pub(crate) const NEVER_IN: &[&str] = &[];
 
 /// Explains a counter of the CPU to users.

@@ -230,7 +230,7 @@ impl Executor {
         self.probes.iter().filter(is_data)
     }
 
-    /// Returns the exit of a run of the processor. `None`: the run continues.
+    /// Converts the reason why the processor stopped to an exit of the CPU. `None`: the run continues.
     fn exit(&mut self, leave: Leave<Refusal>) -> Option<Exit> {
         Some(match leave {
             Leave::Limit => return None,
@@ -314,7 +314,7 @@ impl Executor {
         self.cpu.set_probes(data);
     }
 
-    /// Makes the CPU pass a code probe at the next instruction.
+    /// Makes the CPU ignore a code probe at the next instruction.
     pub(crate) fn pass_probe(&mut self) {
         self.passes = true;
     }

@@ -9,6 +9,6 @@ pub(crate) enum Device {
     Its(usize),
 }
 
-/// The kind of a timer of a VM.
+/// The kind of a timer of a VM. On arm64 there is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VmTimer {}

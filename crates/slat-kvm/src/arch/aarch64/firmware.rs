@@ -13,7 +13,7 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 pub(crate) use psci::SYSTEM_CALL_RETURNED;
 
-/// The numbers of the registers: PSCI's version, and the states of the workarounds 1 to 3 of SMCCC.
+/// The numbers of the firmware's registers: PSCI's version, and the states of the workarounds 1 to 3 of SMCCC.
 pub(crate) const NUMBERS: [u16; 4] = [PSCI_VERSION_REGISTER, 1, 2, 3];
 const PSCI_VERSION_REGISTER: u16 = 0;
 
@@ -36,7 +36,7 @@ fn workaround(register: u16) -> Option<u64> {
     }
 }
 
-/// Returns the value of a register.
+/// Returns the value of a register of the firmware.
 ///
 /// # Errors
 /// `ENOENT`.
@@ -48,8 +48,8 @@ pub(crate) fn get(vm: &VmState, register: u16) -> Result<u64> {
     }
 }
 
-/// Sets a register. As in KVM, all vCPUs have the same registers. A client may say that its guest came from a host
-/// where a workaround was less effective.
+/// Sets a register of the firmware. As in KVM, all vCPUs have the same registers. A client may say that its guest came
+/// from a host where a workaround was less effective.
 ///
 /// # Errors
 /// `ENOENT` for a register that does not exist, `EINVAL` for a value that the register cannot have.
@@ -107,13 +107,14 @@ const SMCCC_WORKAROUND_3: u32 = 0x8000_3fff;
 /// The bit in a function's number that makes the call a 64-bit call.
 const CALL64: u32 = 1 << 30;
 
-/// SMCCC 1.1.
+/// Version 1.1 of SMCCC. The major version is in the upper half.
 const SMCCC_1_1: u64 = 0x1_0001;
 /// The result of SMCCC_ARCH_FEATURES for a workaround that the processor does not need.
 const NOT_REQUIRED: u64 = 1;
 
 impl VmObject {
-    /// Carries out a call of the firmware by the vCPU `caller`, which is entered, with the values of X0 to X3.
+    /// Carries out a call of the firmware by the vCPU `caller`, with the values of X0 to X3. Call inside the engine's
+    /// reader section.
     pub(crate) fn call_firmware(
         &self,
         caller: &VcpuCommon,

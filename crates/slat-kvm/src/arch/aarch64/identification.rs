@@ -71,7 +71,7 @@ const WRITABLE: [Writable; 14] = [
     writable(7, 3, 0x0000_0000_000f_0fff),
 ];
 
-/// The rule by which two values of a field are compared.
+/// The rule that decides which of two values of a field means fewer features.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     /// The lesser unsigned number means fewer features.
@@ -248,7 +248,7 @@ impl Identification {
         self.values[PFR0] &= !PFR0_GIC;
     }
 
-    /// Gives a processor these values.
+    /// Sets the identification registers of a processor to these values.
     pub(crate) fn apply(&self, state: &mut State) {
         for name in IdRegister::names() {
             if let Some(register) = IdRegister::of(name) {

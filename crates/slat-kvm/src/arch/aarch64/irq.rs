@@ -47,8 +47,8 @@ impl Interrupts {
         in_order(&self.vcpus.read())
     }
 
-    /// Calls `work`, which may initialise the GIC, with the names of the vCPUs. If it does so, sets KVM's routes: each
-    /// GSI leads to the SPI of the same number.
+    /// Calls `work`, which may initialise the GIC, with the names of the vCPUs. If `work` initialises the GIC, sets
+    /// KVM's default routes: each GSI leads to the SPI of the same number.
     ///
     /// # Errors
     /// The errors of `work`.
@@ -260,7 +260,7 @@ impl Interrupts {
         }
     }
 
-    /// Call after a change of the routes. No controller depends on them.
+    /// Does nothing on arm64, because no controller depends on the routes. Call after a change of the routes.
     pub(crate) fn routes_changed(&self, _: &Routes) {}
 
     /// Carries out `KVM_SIGNAL_MSI`. Returns 1 if the interrupt is pending, and 0 if the guest has not mapped the
@@ -289,7 +289,7 @@ impl Interrupts {
             let Some(its) = parts.itses.iter().position(is_addressed) else {
                 return fail(libc::EINVAL);
             };
-            // There is no ITS without an initialised GIC, because only the GIC has LPIs.
+            // Without an initialised GIC, the ITS cannot make an LPI pending.
             let Some((its, gic)) = parts.its(its) else {
                 return fail(libc::EBUSY);
             };

@@ -95,7 +95,7 @@ impl VcpuMachine {
         slot.is_some_and(|slot| slot.gpa.0 <= gpa)
     }
 
-    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call inside the engine's reader section.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.memory.engine.leave();
         let result = work(self);
@@ -103,14 +103,14 @@ impl VcpuMachine {
         result
     }
 
-    /// Waits for all vCPUs for whose attention word `wanted` returns true, until each has served its requests. The vCPU
-    /// is not entered.
+    /// Waits for all vCPUs for whose attention word `wanted` returns true, until each has served its requests. Call
+    /// outside the engine's reader section.
     pub(crate) fn synchronize(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.vm.engine.synchronize_those(wanted);
     }
 
-    /// Begins to count stolen time. Call when a run begins, and when it continues after a wait. The vCPU is not
-    /// entered.
+    /// Begins to count stolen time. Call when a run begins, and when it continues after a wait. Call outside the
+    /// engine's reader section.
     pub(crate) fn begin_to_run(&mut self) {
         if self.stolen_time.is_some() {
             self.steal.begin();
@@ -130,7 +130,7 @@ impl VcpuMachine {
         self.memory.begin_execution();
     }
 
-    /// Takes the memory fault that has stopped the last access, if there is one.
+    /// Removes and returns the memory fault that has stopped the last access, if there is one.
     pub(crate) fn take_memory_fault(&mut self) -> Option<MemoryFault> {
         self.memory.memory_fault.take()
     }

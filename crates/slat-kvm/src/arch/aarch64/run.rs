@@ -55,11 +55,11 @@ impl VcpuObject {
         Ok(true)
     }
 
-    /// Does nothing: no setting of the VM changes the CPU here.
+    /// Does nothing: on arm64, no setting of the VM has to be copied to the CPU.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
-    /// Notes pages that were not noted in the dirty ring yet, and updates the structure for stolen time. Returns
-    /// `true`: the guest may run.
+    /// Records in the dirty ring the pages that were not recorded yet, and updates the structure for stolen time.
+    /// Returns `true`: the guest may run.
     pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
         inner.machine.log_tables();
         inner.machine.write_steal_time();
@@ -286,7 +286,7 @@ impl VcpuObject {
     /// Carries out an access to an address without memory, or asks the client to do so.
     ///
     /// # Errors
-    /// `ENOSYS` for an instruction that the syndrome does not describe, so that the client cannot carry it out, if the
+    /// `ENOSYS` if the syndrome does not describe the instruction, so that the client cannot carry it out, and the
     /// client has not enabled `KVM_CAP_ARM_NISV_TO_USER`.
     fn access_device(
         &self,

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
 const DEFAULT_IPA_BITS: u32 = 40;
-/// The least number of bits: the smallest PARange of a processor.
+/// The least number of bits of an IPA: the smallest PARange of a processor.
 const LEAST_IPA_BITS: u32 = 32;
 
 /// Returns the most bits that an IPA can have: as many as the tables of this process translate.
@@ -71,7 +71,8 @@ impl VmType {
 
 /// arm64's state of a VM.
 pub(crate) struct VmState {
-    /// The compiler of the guest's hot code.
+    /// The compiler of the guest's hot code, and the rule that says which code is compiled. `None`: no code is
+    /// compiled.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     ipa_bits: u32,
     /// Whether the client wants to see accesses to devices that the processor's syndrome does not describe.
@@ -159,12 +160,12 @@ impl VmState {
         }
     }
 
-    /// Call when the VM gets an ITS.
+    /// Makes the ids of devices necessary in messages. Call when the VM gets an ITS.
     pub(crate) fn need_device_ids(&self) {
         self.needs_device_ids.store(true, Ordering::Relaxed);
     }
 
-    /// Call when the VM gets a GIC.
+    /// Limits the number of vCPUs to those that a GIC of this model supports. Call when the VM gets a GIC.
     pub(crate) fn limit_vcpus(&self, model: Model) {
         let most = most_vcpus(model) as u32;
         self.most_vcpus.store(most, Ordering::Relaxed);
@@ -206,7 +207,7 @@ pub(crate) struct Start {
     pub(crate) context: u64,
 }
 
-/// Whether a vCPU executes.
+/// The power state of a vCPU, which says whether the vCPU executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Power {
     On,
@@ -263,7 +264,7 @@ impl VcpuShared {
         self.has_run.load(Ordering::Relaxed)
     }
 
-    /// Call before the vCPU runs.
+    /// Records that the vCPU has begun to run. Call before it runs.
     pub(crate) fn begin_to_run(&self) {
         self.has_run.store(true, Ordering::Relaxed);
     }
@@ -287,7 +288,7 @@ impl VcpuShared {
         self.mpidr() & AFFINITY
     }
 
-    /// Returns whether the vCPU executes.
+    /// Returns the power state, which says whether the vCPU executes.
     pub(crate) fn power(&self) -> Power {
         *self.lock()
     }
@@ -297,12 +298,12 @@ impl VcpuShared {
         self.power() != Power::Off
     }
 
-    /// Sets whether the vCPU executes.
+    /// Sets the power state, which says whether the vCPU executes.
     pub(crate) fn set_power(&self, power: Power) {
         *self.lock() = power;
     }
 
-    /// Starts the vCPU if it is off. Returns its state before.
+    /// Starts the vCPU if it is off. Returns its power state before the call.
     pub(crate) fn start(&self, start: Start) -> Power {
         let mut power = self.lock();
         let before = *power;

@@ -4,8 +4,8 @@
 //! entered the engine, as a vCPU in `KVM_RUN` or as a [`Visitor`]. A call that removes a memslot waits for all threads
 //! that have entered. So no thread accesses memory after the client has removed its memslot.
 //!
-//! Writes are noted in dirty bitmaps at once. A dirty ring belongs to a vCPU, so the vCPU whose access has made the
-//! controllers write notes the pages in its ring after this access ([`Tables::take_unlogged`]).
+//! Writes are recorded in dirty bitmaps at once. A dirty ring belongs to a vCPU, so the vCPU whose access has made the
+//! controllers write records the pages in its ring after this access ([`Tables::take_unlogged`]).
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, no_memory};
@@ -44,7 +44,7 @@ impl Tables {
         }
     }
 
-    /// Creates a visitor, which [`Entered`](crate::entered::Entered) lets enter.
+    /// Creates a visitor. [`Entered`](crate::entered::Entered) makes the visitor enter the engine.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -60,9 +60,9 @@ impl Tables {
         result
     }
 
-    /// Removes and returns a page that was written while dirty rings are enabled, for the caller's vCPU to note in its
-    /// ring. If a call of the client has written the page, the next vCPU that runs notes it. So a client that saves
-    /// tables while no vCPU runs has to copy the memory of the tables afterwards.
+    /// Removes and returns a page that was written while dirty rings are enabled, for the caller's vCPU to record in
+    /// its ring. If a call of the client has written the page, the next vCPU that runs records it. So a client that
+    /// saves tables while no vCPU runs has to copy the memory of the tables afterwards.
     pub(crate) fn take_unlogged(&self) -> Option<u64> {
         let has_some = self.has_unlogged.load(Ordering::Relaxed);
         has_some
@@ -70,7 +70,7 @@ impl Tables {
             .flatten()
     }
 
-    /// Gives a page back that the caller could not note.
+    /// Gives back a page that the caller could not record in its ring.
     pub(crate) fn put_unlogged(&self, gpa: u64) {
         self.change_unlogged(|unlogged| unlogged.insert(gpa));
     }

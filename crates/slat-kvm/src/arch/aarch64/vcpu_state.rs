@@ -8,9 +8,9 @@ use slat_a64::Stage2;
 pub(crate) enum Unfinished {
     #[default]
     Nothing,
-    /// An MMIO read gets this many bytes from `kvm_run`.
+    /// An MMIO read: the next run reads this many bytes from `kvm_run`.
     MmioRead(usize),
-    /// The instruction of an MMIO write has to be finished.
+    /// An MMIO write: the next run reads no data, but finishes the instruction.
     MmioWrite,
 }
 

@@ -129,8 +129,8 @@ impl VmDevice {
         let group = attribute.group;
         check_group(group)?;
         self.check_rest(vm, attribute)?;
-        // Some attributes save tables to guest memory, which must include the interrupts of irqfds that are already
-        // signalled.
+        // Some attributes save tables to guest memory. These tables must include the interrupts of irqfds that are
+        // already signalled.
         vm.interrupts.irqfds.inject_signalled();
         let value = match value_size(group) {
             0 => 0,

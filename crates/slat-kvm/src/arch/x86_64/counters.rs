@@ -66,7 +66,7 @@ impl Exits {
     }
 }
 
-/// The reasons of exits whose times are counted separately.
+/// The reason of an exit. The times of exits are counted for each reason separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
     Io,

@@ -86,7 +86,7 @@ const KVM_FEATURE_CLOCKSOURCE_STABLE: u32 = 24;
 
 /// The feature bits of the CPUID leaves, by register.
 mod feature {
-    /// FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
+    /// Leaf 1 EDX: FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
     pub const LEAF1_EDX: u32 = 1
         | 1 << 1
         | 1 << 2
@@ -110,7 +110,7 @@ mod feature {
         | 1 << 25
         | 1 << 26;
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
-    /// SYSCALL NX PDPE1GB RDTSCP LM.
+    /// Leaf 0x8000_0001 EDX: SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
     /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Only Intel's CPUs have the bit.
     pub const LEAF1_EDX_SELF_SNOOP: u32 = 1 << 27;
@@ -362,7 +362,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     let mut entries = heap::with_room(MAX_LEAVES)?;
     entries.extend([
         entry(0, None, [0xd, ebx, ecx, edx]),
-        // CLFLUSH lines have 64 bytes. The client fills in the APIC id.
+        // CLFLUSH lines have 64 bytes, which this leaf shows as 8 units of 8 bytes. The client fills in the APIC id.
         entry(1, None, [signature, 8 << 8, leaf1_ecx, leaf1_edx]),
         entry(2, None, [1, 0, 0, 0]),
     ]);

@@ -161,7 +161,7 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     events
 }
 
-/// Adds `event`, which a nested guest's hypervisor has injected by VMRUN and which is not delivered yet.
+/// Adds to `events` the `event` that a nested guest's hypervisor has injected by VMRUN and that is not delivered yet.
 pub fn show_injected(events: &mut kvm_vcpu_events, event: Event) {
     match event.kind() {
         Some(EventKind::Nmi) => events.nmi.injected = 1,

@@ -96,7 +96,8 @@ pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
 
 /// Stores `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, in KVM's layout.
 pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
-    /// The first three words are flags and instruction bytes. The other five words are exit reason and information.
+    /// The number of words of the exit's data. The first three words are flags and instruction bytes. The other five
+    /// words are exit reason and information.
     const WORDS: u32 = 8;
     page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
     set_field!(

@@ -1,8 +1,8 @@
 //! The formats of second-level tables. Guests of x86 run with the tables of every architecture, because a software CPU
 //! walks the tables through the engine.
 
-/// Calls the macro `$formats` with the function that returns the default format for an MMU, and with the formats: name,
-/// log2 of the bytes of a page, and type.
+/// Passes two things to the macro `$formats`: the function that returns the default format for an MMU, and the list of
+/// formats. A format has a name, log2 of the size of its pages in bytes, and a type.
 macro_rules! table_formats {
     ($formats:ident) => {
         $formats! {

@@ -161,7 +161,7 @@ mod tests {
         assert!(error.contains("ept, ept5, npt, npt5"), "{error}");
     }
 
-    /// Each policy's default in the list is its default in the struct.
+    /// Each policy's default in the list equals its default in the struct.
     #[test]
     fn the_defaults_agree() {
         let mut policies = CpuPolicies::default();

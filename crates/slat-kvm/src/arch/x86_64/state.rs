@@ -45,7 +45,8 @@ impl VmType {
 pub(crate) struct VmState {
     /// The guest's pages that hold decoded code. CPUs use them to learn of each other's stores to code.
     pub(crate) code: Arc<CodePages>,
-    /// The compiler of the guest's hot code, and the rule that says which code is compiled.
+    /// The compiler of the guest's hot code, and the rule that says which code is compiled. `None`: no code is
+    /// compiled.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) boot_cpu: AtomicU32,

@@ -78,8 +78,8 @@ impl Target {
         }
     }
 
-    /// Whether a GSI must not be routed to both targets. As in KVM, a GSI is routed either to chips, to each at most
-    /// once, or to one message, or to one source.
+    /// Whether a GSI must not be routed to both `self` and `other`. As in KVM, a GSI is routed either to chips, to each
+    /// at most once, or to one message, or to one source.
     pub(crate) fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {

@@ -14,9 +14,9 @@ impl VcpuCommon {
     const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
     pub(crate) const INIT: u32 = 2;
     pub(crate) const SIPI: u32 = 4;
-    /// Another vCPU has ended this vCPU's halt ([`end_halt`](Self::end_halt)).
+    /// The bit of an event: another vCPU has ended this vCPU's halt ([`end_halt`](Self::end_halt)).
     pub(crate) const UNHALT: u32 = 8;
-    /// A system management interrupt.
+    /// The bit of an event: a system management interrupt is pending.
     pub(crate) const SMI: u32 = 1 << 5;
 
     /// Whether the vCPU has a local APIC.

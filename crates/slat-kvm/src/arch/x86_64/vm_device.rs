@@ -14,7 +14,7 @@ impl VmDevice {
         false
     }
 
-    /// Returns the name that the link of the device's descriptor shows.
+    /// Returns the name to which the link of the device's descriptor in `/proc/self/fd` points.
     pub(crate) fn link(&self) -> &'static str {
         match *self {}
     }

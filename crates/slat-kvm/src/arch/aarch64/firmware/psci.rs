@@ -10,7 +10,7 @@ use kvm_bindings::*;
 pub(super) const VERSION_0_2: u64 = 2;
 pub(super) const VERSION_1_1: u64 = 0x1_0001;
 
-/// The results of PSCI.
+/// The results of PSCI's functions.
 const INVALID_PARAMETERS: u64 = -2i64 as u64;
 const ALREADY_ON: u64 = -4i64 as u64;
 const ON_PENDING: u64 = -5i64 as u64;
@@ -60,7 +60,7 @@ impl VmObject {
         let (a, b, c) = (narrow(a), narrow(b), narrow(c));
         let returns = Outcome::value;
         match number & !CALL64 {
-            // These functions have no 64-bit form.
+            // A 64-bit call of a function that has only a 32-bit form.
             _ if is64 && !has_64_bits(number & !CALL64) => returns(NOT_SUPPORTED),
             function::PSCI_VERSION => returns(version),
             // As the processor has no state in which it loses its registers, CPU_SUSPEND always waits with all
@@ -88,7 +88,7 @@ impl VmObject {
                 Outcome::Suspend
             }
             function::SYSTEM_RESET2 if version >= VERSION_1_1 => match a {
-                // The architectural warm reset, and the resets that vendors define.
+                // Types of SYSTEM_RESET2: the architectural warm reset, and the resets that vendors define.
                 0 | 0x8000_0000..=0xffff_ffff => Outcome::System {
                     kind: KVM_SYSTEM_EVENT_RESET,
                     flags: KVM_SYSTEM_EVENT_RESET_FLAG_PSCI_RESET2.into(),
@@ -138,7 +138,7 @@ impl VmObject {
         states.min().unwrap_or(INVALID_PARAMETERS)
     }
 
-    /// Returns what PSCI_FEATURES says of a function.
+    /// Returns the result of PSCI_FEATURES for a function.
     fn feature(&self, version: u64, number: u32) -> u64 {
         let is64 = number & CALL64 != 0;
         match number & !CALL64 {

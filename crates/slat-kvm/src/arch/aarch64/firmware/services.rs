@@ -52,8 +52,8 @@ fn service(function: u32) -> Option<(usize, u64)> {
     })
 }
 
-/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. The vCPU
-/// is entered.
+/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. Call
+/// inside the engine's reader section.
 pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> Option<[u64; 4]> {
     let function = function as u32;
     let (register, bit) = service(function)?;

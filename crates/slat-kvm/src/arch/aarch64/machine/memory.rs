@@ -56,13 +56,13 @@ impl VcpuMachine {
         Refusal::Retry
     }
 
-    /// Notes in this vCPU's dirty ring the pages that the interrupt controllers have written; the vCPU is entered.
-    /// Pages for which the ring has no space are noted by a later call.
+    /// Records in this vCPU's dirty ring the pages that the interrupt controllers have written. A later call records
+    /// the pages for which the ring has no space. Call inside the engine's reader section.
     pub(crate) fn log_tables(&mut self) {
         let vm = &self.vm;
         let tables = vm.interrupts.gic().map(|chips| &chips.tables);
         while let Some(gpa) = tables.and_then(Tables::take_unlogged) {
-            // The translation for a write notes the page.
+            // Translating the page for a write records it in the dirty ring.
             let noted = self.memory.data_page(gpa, slat::Access::Write);
             if let (Err(Unreachable::Retry), Some(tables)) = (noted, tables) {
                 return tables.put_unlogged(gpa);
@@ -70,20 +70,20 @@ impl VcpuMachine {
         }
     }
 
-    /// Reads guest-physical memory; the vCPU is entered. Returns `false` if the address is not memory, or not
-    /// accessible.
+    /// Reads guest-physical memory. Call inside the engine's reader section. Returns `false` if the address is not
+    /// memory, or not accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.memory.read(gpa, bytes)
     }
 
-    /// Writes guest-physical memory, and marks the pages in the dirty log; the vCPU is entered. Returns `false` if the
-    /// address is not memory, or not accessible.
+    /// Writes guest-physical memory, and marks the pages in the dirty log. Call inside the engine's reader section.
+    /// Returns `false` if the address is not memory, or not accessible.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         self.memory.write(gpa, bytes, |_| ())
     }
 }
 
-/// Returns why the processor cannot access memory.
+/// Converts the reason why guest memory is not accessible to the processor's type.
 fn refusal(why: Unreachable) -> Refusal {
     match why {
         Unreachable::NotMemory => Refusal::Device,

@@ -45,8 +45,8 @@ const DEBUGGER: [SystemName; 7] = [
 ];
 
 /// Returns the registers that the client saves and restores, although the guest does not have them, with their values
-/// after reset. As KVM does, includes 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR): KVM lists 16
-/// breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR) on every processor.
+/// after reset. These include 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR), which KVM lists on
+/// every processor.
 pub(super) fn kept() -> Vec<(SystemName, u64)> {
     let debug = (0..16).flat_map(|n| (4..=7).map(move |op2| SystemName::new(2, 0, 0, n, op2)));
     let is_held = |name: &SystemName| slat_a64::system_registers().any(|held| held == *name);

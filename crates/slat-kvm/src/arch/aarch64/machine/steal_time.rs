@@ -4,7 +4,7 @@ use crate::arch::aarch64::machine::VcpuMachine;
 
 /// The size of the structure in guest memory: revision and attributes, which are zero, and the stolen nanoseconds.
 const BYTES: usize = 16;
-/// The offset of the nanoseconds.
+/// The offset of the stolen nanoseconds in the structure.
 const STOLEN: u64 = 8;
 
 impl VcpuMachine {
@@ -18,8 +18,8 @@ impl VcpuMachine {
         self.stolen_time = Some(address);
     }
 
-    /// Begins to count from zero, because the guest asks for the address of its structure. Returns the address. The
-    /// vCPU is entered.
+    /// Begins to count from zero, because the guest asks for the address of its structure. Returns the address. Call
+    /// inside the engine's reader section.
     pub(crate) fn start_stolen_time(&mut self) -> Option<u64> {
         let address = self.stolen_time?;
         self.watch_steal_time();
@@ -36,8 +36,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure
-    /// that is not in memory is skipped.
+    /// Adds the time that was stolen since the last call to the guest's structure. A structure that is not in memory is
+    /// skipped. Call inside the engine's reader section.
     pub(crate) fn write_steal_time(&mut self) {
         let Some(address) = self.stolen_time else {
             return;

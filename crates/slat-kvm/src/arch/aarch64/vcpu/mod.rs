@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// The features that a vCPU can have.
 const FEATURES: u32 = 1 << KVM_ARM_VCPU_POWER_OFF | 1 << KVM_ARM_VCPU_PSCI_0_2;
-/// The features that KVM for arm64 knows. A processor may lack them.
+/// The features that KVM for arm64 knows, including those that a processor may lack.
 const KNOWN_FEATURES: u32 = (1 << (KVM_ARM_VCPU_HAS_EL2_E2H0 + 1)) - 1;
 
 impl VmObject {
@@ -142,7 +142,7 @@ impl VcpuObject {
     /// fields.
     pub fn set_vcpu_events(&self, events: &kvm_vcpu_events) -> Result<()> {
         /// The bits of ESR_EL1 that a system error's syndrome has: IDS, and the 24 bits below it. api.rst names only
-        /// the lower ones, but KVM accepts IDS, which it shows itself for a system error without a syndrome.
+        /// the lower ones, but KVM accepts IDS, because KVM itself shows IDS for a system error without a syndrome.
         const SYNDROME: u64 = (1 << 25) - 1;
         /// IDS: the syndrome means nothing.
         const NO_SYNDROME: u64 = 1 << 24;

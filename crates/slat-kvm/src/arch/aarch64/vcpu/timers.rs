@@ -19,7 +19,7 @@ fn place(attribute: &kvm_device_attr) -> Result<usize> {
 }
 
 impl VcpuObject {
-    /// Whether a timer exists.
+    /// Checks that the timer exists which an attribute names.
     ///
     /// # Errors
     /// `ENXIO`.

@@ -34,7 +34,7 @@ impl Targets {
         sent
     }
 
-    /// Maps the addresses of all vCPUs again. Call after a change that may give a vCPU another address. The caller
+    /// Rebuilds the map from addresses to vCPUs. Call after a change that may give a vCPU another address. The caller
     /// holds no lock of a local APIC.
     pub(crate) fn addresses_changed(&self) {
         self.write().map_again();

@@ -113,7 +113,8 @@ impl Interrupts {
         }
     }
 
-    /// Call after the guest has read the message or event for which a source of its SynIC was signalled.
+    /// Lowers the line that resampled irqfds hold for a source of a SynIC, and signals their client. Call after the
+    /// guest has read the message or event for which the source was signalled.
     pub(crate) fn source_acknowledged(&self, vp: u32, sint: u32) {
         if !self.irqfds.has_resampled() {
             return;
@@ -150,8 +151,8 @@ impl Interrupts {
         }
     }
 
-    /// Call after a guest's EOI at its local APIC, with that APIC unlocked. Returns whether the vCPU has to exit to the
-    /// client with `KVM_EXIT_IOAPIC_EOI`.
+    /// Reports the end of an interrupt to slat's I/O APIC, if there is one. Call after a guest's EOI at its local APIC,
+    /// with that APIC unlocked. Returns whether the vCPU has to exit to the client with `KVM_EXIT_IOAPIC_EOI`.
     pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
         if !self.waits_for_end(vector) {
             return false;
@@ -296,7 +297,7 @@ impl VmTimers for Interrupts {
     }
 }
 
-/// Returns the tracepoint for the EOI of an interrupt of this line.
+/// Returns the trace record for the EOI of an interrupt of this line.
 fn acknowledged(line: Target) -> AckIrq {
     let (irqchip, pin) = match line {
         Target::Pic(line) => (u32::from(line) / 8, u32::from(line) % 8),

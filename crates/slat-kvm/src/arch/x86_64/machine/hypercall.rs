@@ -27,7 +27,7 @@ const NOT_PERMITTED: u64 = 1u64.wrapping_neg();
 /// The result without an interrupt controller (-KVM_EOPNOTSUPP).
 const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
 
-/// The ICR's bits for logical destinations and shorthands, which KVM_HC_SEND_IPI does not have.
+/// The ICR's bits for logical destinations and shorthands. KVM_HC_SEND_IPI does not support these destinations.
 const ICR_DESTINATION: u64 = 1 << 11 | 3 << 18;
 const ICR_ASSERT: u64 = 1 << 14;
 const ICR_LEVEL: u64 = 1 << 15;

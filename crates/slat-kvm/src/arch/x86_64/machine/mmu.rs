@@ -321,7 +321,7 @@ impl VcpuMachine {
                     execute: page.execute,
                     tracked: page.tracked.map(|gpa| gpa.0),
                     bits: page.bits,
-                    // Not global: every flush by the guest drops all translations.
+                    // The translation need not be global, because every flush by the guest drops all translations.
                     global: false,
                 });
             }

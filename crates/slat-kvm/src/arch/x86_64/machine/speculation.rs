@@ -34,7 +34,7 @@ fn may_access(machine: &VcpuMachine, by_guest: bool, features: &[Feature]) -> bo
 }
 
 /// Returns the features of the MSR `index`, and the bits of the MSR that can be set. A guest that has any of the
-/// features may access the MSR. `None`: `index` is none of these MSRs.
+/// features may access the MSR. `None`: `index` is no MSR that controls speculation.
 fn rules(index: u32) -> Option<(&'static [Feature], u64)> {
     Some(match index {
         SPEC_CTRL => (
@@ -48,7 +48,7 @@ fn rules(index: u32) -> Option<(&'static [Feature], u64)> {
     })
 }
 
-/// Reads the MSR. `None`: `index` is none of these MSRs, or is write-only.
+/// Reads an MSR that controls speculation. `None`: `index` is no such MSR, or the MSR is write-only.
 pub(crate) fn read(
     machine: &VcpuMachine,
     index: u32,
@@ -64,7 +64,7 @@ pub(crate) fn read(
     })
 }
 
-/// Writes the MSR. `None`: `index` is none of these MSRs.
+/// Writes an MSR that controls speculation. `None`: `index` is no such MSR.
 pub(crate) fn write(
     machine: &mut VcpuMachine,
     index: u32,

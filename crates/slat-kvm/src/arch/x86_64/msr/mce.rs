@@ -9,10 +9,10 @@ use slat_x86::MsrFault;
 const CAP_CONTROL: u64 = 1 << 8;
 /// MCG_SER_P: software error recovery.
 const CAP_RECOVERY: u64 = 1 << 24;
-/// The number of banks.
+/// The field with the number of banks.
 const CAP_BANKS: u64 = 0xff;
-/// The number of extended state registers. As in KVM, a client can set any number. The number has no meaning without
-/// MCG_EXT_P.
+/// The field with the number of extended state registers. As in KVM, a client can set any number. The number has no
+/// meaning without MCG_EXT_P.
 const CAP_EXTENDED: u64 = 0x00ff_0000;
 
 /// The greatest number of banks that a vCPU can have: the value that `KVM_CHECK_EXTENSION` returns.

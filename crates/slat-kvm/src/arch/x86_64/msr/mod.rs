@@ -53,7 +53,8 @@ pub const SAVED: &[u32] = &[
     hyperv::RESET,
     hyperv::VP_INDEX,
     hyperv::VP_RUNTIME,
-    // Only these two MSRs are listed. A client that finds them knows that the other MSRs of their kind exist.
+    // Of the MSRs of Hyper-V's SynIC and synthetic timers, only these two are listed. A client that finds these two
+    // knows that the others exist.
     hyperv::SCONTROL,
     hyperv::STIMER0_CONFIG,
     hyperv::VP_ASSIST_PAGE,

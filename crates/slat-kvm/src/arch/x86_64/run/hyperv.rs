@@ -8,7 +8,8 @@ use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_hyperv::msr::SYNDBG_CONTROL;
 
-/// Reads (`path`) or writes (`set_path`) a field of `hyperv` in `kvm_run`. Its union has a field for each kind of exit.
+/// Reads (`path`) or writes (`set_path`) a field of `hyperv` in `kvm_run`. The struct `hyperv` has a union with a field
+/// for each kind of exit.
 macro_rules! path {
     ($page:expr, $($path:tt)+) => {
         field!($page, __bindgen_anon_1.hyperv.$($path)+)

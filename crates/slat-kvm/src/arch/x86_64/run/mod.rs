@@ -291,7 +291,8 @@ impl VcpuObject {
                     reason,
                 );
                 if inner.cpu.cpl() != 0 && !self.vm.arch.options.exit_on_emulation_failure() {
-                    // The instruction is user code, so the guest's kernel gets #UD and handles it.
+                    // The unknown instruction is in the guest's user code, so the guest's kernel gets #UD and handles
+                    // it.
                     inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
                 }

@@ -301,7 +301,8 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Call after a client has set EFER. As in KVM, without SVM there is neither guest mode nor a GIF.
+    /// If EFER.SVME is clear, ends guest mode and sets GIF, because without SVM there is neither guest mode nor a GIF,
+    /// as in KVM. Call after a client has set EFER.
     fn follow_svme(&mut self) {
         let set = self.cpu.state.efer;
         if set & control::EFER_SVME == 0 {

@@ -33,8 +33,8 @@ impl VcpuMachine {
             && !(self.vm.arch.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
     }
 
-    /// Call when the guest has read a message or events of the SynIC source `sint`: when it ends the source's
-    /// interrupt, or writes EOM.
+    /// Makes timers whose message waits for the SynIC source `sint` try again, and signals resampled irqfds. Call when
+    /// the guest has read a message or events of the source: when it ends the source's interrupt, or writes EOM.
     fn acknowledge_source(&mut self, sint: u32) {
         self.hyperv.timers.acknowledged(sint);
         self.look_at_timers();

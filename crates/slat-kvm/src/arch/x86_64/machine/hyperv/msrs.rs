@@ -16,7 +16,7 @@ use slat_x86::MsrFault;
 
 /// The bit of VP_ASSIST_PAGE: the page is enabled.
 const ASSIST_ENABLED: u64 = 1;
-/// The address in VP_ASSIST_PAGE.
+/// The bits of VP_ASSIST_PAGE that hold the address of the page.
 const ASSIST_PAGE: u64 = !0xfff;
 /// The frequency of the APIC timer, in Hz.
 const APIC_HZ: u64 = 1_000_000_000;
