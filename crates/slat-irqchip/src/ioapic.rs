@@ -37,7 +37,8 @@ const IOWIN: u64 = 0x10;
 const REGISTER_ID: u32 = 0;
 const REGISTER_VERSION: u32 = 1;
 const REGISTER_ARBITRATION: u32 = 2;
-/// The low half of entry 0. The next registers are the high half of entry 0, the low half of entry 1, and so on.
+/// The register with the low half of redirection entry 0. The next registers are the high half of entry 0, the low half
+/// of entry 1, and so on.
 const REGISTER_ENTRIES: u32 = 0x10;
 
 const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;

@@ -94,7 +94,8 @@ impl Pics {
         }
     }
 
-    /// Call after the interrupts of `ended` have ended, before [`cascade`](Self::cascade).
+    /// Makes the sources of `until_end` release the lines of `ended`. Call after the interrupts of these lines have
+    /// ended, before [`cascade`](Self::cascade).
     fn release(&mut self, ended: u16) {
         for irq in (0..LINES).filter(|irq| ended >> irq & 1 != 0) {
             if self.lines.lower(irq, self.until_end) {

@@ -14,7 +14,7 @@ pub mod bits {
     pub const SIGNAL: u32 = 1 << 8;
     /// There may be an interrupt to deliver.
     pub const IRQ: u32 = 1 << 9;
-    /// The deadline of the APIC timer, or of a synthetic timer, has passed; or a synthetic timer was changed.
+    /// The deadline of one of the vCPU's timers has passed, or a synthetic timer of Hyper-V's interface was changed.
     pub const TIMER: u32 = 1 << 10;
     /// The vCPU has to check events that raise no bit: `immediate_exit`, signals that are pending under a signal mask,
     /// changes of the guest's code in memory.

@@ -48,7 +48,7 @@ impl Vcpus {
         self.map_again();
     }
 
-    /// Call after a change that may give a vCPU another address.
+    /// Rebuilds the map from addresses to vCPUs. Call after a change that may give a vCPU another address.
     pub(crate) fn map_again(&mut self) {
         self.map.rebuild(&self.by_id);
     }

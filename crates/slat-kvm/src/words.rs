@@ -86,7 +86,7 @@ self::words! { Switch, "on, off":
     "off" => Switch(false),
 }
 
-/// The name of the policy [`Jit`], which says what guest code is compiled.
+/// The name of the policy [`Jit`], which says which guest code is compiled.
 pub(crate) const JIT: &str = "jit";
 
 /// The policy that says which guest code is compiled.

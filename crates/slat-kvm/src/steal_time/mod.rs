@@ -215,7 +215,8 @@ impl StealTime {
         self.thread.is_some()
     }
 
-    /// Call after the guest's steal time was updated to the reading `waited`.
+    /// Records that the guest's steal time now counts up to the reading `waited`. Call after updating the guest's
+    /// structure.
     pub(crate) fn was_told(&mut self, waited: u64) {
         self.told = Some(waited);
     }

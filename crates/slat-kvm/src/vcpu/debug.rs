@@ -33,7 +33,7 @@ impl VcpuObject {
         }
     }
 
-    /// Call when the CPU has stopped at a probe.
+    /// Reports to the debugger that the CPU has stopped at a probe.
     pub(crate) fn probe_hit(&self, hit: ProbeHit) {
         self.port.stopped(hit);
     }

@@ -49,7 +49,7 @@ impl VmObject {
             let mut bitmap = heap::zeroes(words)?;
             match self.engine.get_dirty_log(space, id, &mut bitmap) {
                 Ok(()) => return Ok(bitmap),
-                // The slot was replaced by a larger slot meanwhile.
+                // The slot was replaced by a larger slot since its size was read.
                 Err(DirtyLogError::BufferTooSmall(_)) => {}
                 Err(error) => return Err(refused(error)),
             }
