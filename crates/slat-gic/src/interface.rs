@@ -21,13 +21,14 @@ pub(crate) struct CpuInterface {
     pub(crate) mask: u8,
     pub(crate) binary_points: [u8; 2],
     pub(crate) enabled: [bool; 2],
-    /// CBPR: both groups use the binary point of group 0.
+    /// CBPR: whether both groups use the binary point of group 0.
     pub(crate) common_binary_point: bool,
-    /// EOImode: an EOI only drops the priority of an interrupt, and another write deactivates it.
+    /// EOImode: whether an EOI only drops the priority of an interrupt, so that the guest deactivates the interrupt by
+    /// another write.
     pub(crate) separate_deactivation: bool,
-    /// GICv2: GICC_IAR acknowledges interrupts of group 1, too.
+    /// GICv2: whether GICC_IAR acknowledges interrupts of group 1, too.
     pub(crate) ack_control: bool,
-    /// GICv2: interrupts of group 0 are signaled as FIQ.
+    /// GICv2: whether interrupts of group 0 are signaled as FIQ.
     pub(crate) fiq_enable: bool,
     /// The active priorities registers. GICv2 has one for both groups, that of group 0.
     pub(crate) active: [u32; 2],
@@ -72,7 +73,8 @@ impl CpuInterface {
         priority < self.mask && self.group_priority(priority, group) < self.running()
     }
 
-    /// Makes a priority active in the register of `group`.
+    /// Sets the bit of `priority`, the priority of an interrupt of `group`, in the active priorities register of the
+    /// group `register`.
     pub(crate) fn activate(&mut self, priority: u8, group: Group, register: Group) {
         let level = self.group_priority(priority, group) >> LEVEL_SHIFT;
         self.active[register as usize] |= 1 << level;

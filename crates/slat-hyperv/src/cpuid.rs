@@ -97,7 +97,7 @@ pub struct Machine {
     pub has_apic: bool,
     /// Whether two virtual processors can run on threads of one core without the guest knowing.
     pub shares_cores: bool,
-    /// The greatest number of virtual processors.
+    /// The greatest number of virtual processors of a partition.
     pub max_vps: u32,
 }
 
@@ -159,8 +159,8 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
                 NO_NONARCH_CORESHARING
             }
     };
-    // The leaf has direct flushes and the MSR bitmap of nested guests. Only hypervisors in the guest use this leaf, and
-    // they need VMX or SVM.
+    // The leaf of nested features offers direct flushes and the MSR bitmap of nested guests. Only hypervisors in the
+    // guest use this leaf, and they need VMX or SVM.
     let nested = [1 << 17 | 1 << 19, 1, 0, 0];
     [
         leaf(VENDOR, [DEBUGGER, vendor[0], vendor[1], vendor[2]]),

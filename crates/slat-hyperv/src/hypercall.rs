@@ -212,11 +212,11 @@ pub fn client_event(caller: &Caller) -> Result<(), Status> {
     }
 }
 
-/// Returns the connection that the parameter of SIGNAL_EVENT names: 24 bits.
+/// Returns the connection (24 bits) that the parameter of the hypercall SIGNAL_EVENT names.
 ///
 /// # Errors
-/// `InvalidPortId` if the parameter selects any flag of the connection but the first: no client has more flags.
-/// `InvalidInput` if reserved bits are set.
+/// `InvalidPortId`: the parameter selects a flag of the connection other than the first one, and no client has more
+/// flags. `InvalidInput`: reserved bits are set.
 pub fn connection(parameter: u64) -> Result<u32, Status> {
     const FLAG: u64 = 0xffff << 32;
     const CONNECTION: u64 = 0xff_ffff;
@@ -274,13 +274,14 @@ impl Flush {
     /// Reads the parameters of [`Request::Flush`]. `most` is one more than the largest VP index.
     ///
     /// # Errors
-    /// `InvalidInput` for a set that contradicts the input value; and the errors of `word`.
+    /// `InvalidInput`: the set of virtual processors contradicts the input value of the hypercall. Errors of `word` are
+    /// returned, too.
     pub fn read<E: From<Status>>(
         input: Input,
         most: u32,
         mut word: impl FnMut(usize) -> Result<u64, E>,
     ) -> Result<Self, E> {
-        /// A longer list is not read, because all translations are flushed anyway.
+        /// A list of more addresses is not read, because all translations are flushed anyway.
         const LONGEST_LIST: usize = 15;
         const ALL_PROCESSORS: u64 = 1;
         const FLAGS: usize = 1;
@@ -289,7 +290,7 @@ impl Flush {
         let (targets, after) = match input.code() {
             code::FLUSH_SPACE | code::FLUSH_LIST => {
                 let targets = match word(SET)? {
-                    // Windows Server 2012 names no processor when it means all of them.
+                    // Windows Server 2012 gives an empty mask when it means all processors.
                     0 => VpSet::all(),
                     _ if flags & ALL_PROCESSORS != 0 => VpSet::all(),
                     mask => VpSet::from_mask(mask),

@@ -15,7 +15,7 @@ const EXPOSE_INVARIANT: u64 = 1;
 /// SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
 const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 
-/// The work that a write leaves to the caller.
+/// The work that a write of an MSR leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The caller need not do anything.
@@ -120,7 +120,7 @@ impl Partition {
         (self.is_identified() && value & ENABLED != 0).then_some(value & PAGE)
     }
 
-    /// Reads a register; `time` is the reference clock.
+    /// Reads a register. `time` returns the time of the reference clock.
     ///
     /// # Errors
     /// The partition has no such register.
@@ -187,7 +187,7 @@ impl Partition {
             TIME_REF_COUNT if by_guest => return Err(Refused),
             TIME_REF_COUNT => {}
             TSC_INVARIANT_CONTROL if value & !EXPOSE_INVARIANT != 0 => return Err(Refused),
-            // The guest cannot revoke its request.
+            // The guest cannot revoke its request to see an invariant TSC.
             TSC_INVARIANT_CONTROL if by_guest && self.invariant_control != 0 && value == 0 => {
                 return Err(Refused);
             }
@@ -225,13 +225,14 @@ impl Partition {
         }
     }
 
-    /// Whether a page in `state` is valid, and must not be changed now.
+    /// Whether the contents of a page in `state` must stay, because the guest has switched the emulation of its TSC on
+    /// and has not just named the page.
     fn keeps_page(&self, state: PageState) -> bool {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }
 
-    /// Call after the machine's clock, or the relation of a TSC to it, has changed. Returns whether the reference TSC
-    /// page has to be written.
+    /// Notes that the machine's clock, or the relation of a TSC to it, has changed. Call after the change. Returns
+    /// whether the reference TSC page has to be written.
     pub fn clock_changed(&mut self) -> bool {
         match self.page_state {
             PageState::Valid if !self.keeps_page(PageState::Valid) => {

@@ -1,5 +1,5 @@
-//! The synthetic timers of one virtual processor. There are four, one-shot or periodic. A timer sends a message to a
-//! source of the SynIC, or an interrupt directly to the local APIC.
+//! The synthetic timers of one virtual processor. There are four, one-shot or periodic. An expired timer sends a
+//! message for an interrupt source (SINT) of the SynIC, or raises an interrupt directly at the local APIC.
 //!
 //! A timer counts by the reference clock, but its alarm is set by the host's clock; a [`Moment`] has both times. As in
 //! KVM, a timer whose message finds no free slot waits for a slot, and does not count meanwhile. A periodic timer skips
@@ -16,7 +16,7 @@ const PERIODIC: u64 = 1 << 1;
 const AUTO_ENABLE: u64 = 1 << 3;
 const DIRECT: u64 = 1 << 12;
 
-/// A moment, by two clocks.
+/// A moment, as two clocks show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// The reference clock, in units of 100 ns.
@@ -26,7 +26,8 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// Returns the host's clock when the reference clock is `reference`, if that is later than this moment.
+    /// Returns the time of the host's clock at which the reference clock shows `reference`. If that is before this
+    /// moment, returns the host's time of this moment.
     fn host_at(self, reference: u64) -> u64 {
         let left = reference.saturating_sub(self.reference);
         self.host
@@ -71,7 +72,7 @@ struct Timer {
     count: u64,
     /// The time at which the timer expires, by the reference clock; 0 if the timer was not started.
     expiration: u64,
-    /// The alarm, by the host's clock.
+    /// The time of the alarm, by the host's clock.
     alarm: Option<u64>,
     /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its message slot may be free.
     is_due: bool,
@@ -128,7 +129,7 @@ impl Timer {
 /// The rights of a writer of a timer's register.
 #[derive(Clone, Copy, Debug)]
 pub struct Rights {
-    /// Whether the virtual processor has a SynIC. Without one the host may write zeros only.
+    /// Whether the virtual processor has a SynIC. Without a SynIC, the host may write only zeros.
     pub has_synic: bool,
     /// Whether interrupts can go directly to the local APIC.
     pub direct_mode: bool,
@@ -212,8 +213,7 @@ impl Timers {
         self.0.iter().filter_map(|timer| timer.alarm).min()
     }
 
-    /// Marks the timers that have to be examined, because their alarm has gone off by the time `host` of the host's
-    /// clock.
+    /// Marks timers to be examined if their alarm has gone off by the time `host` of the host's clock.
     pub fn tick(&mut self, host: u64) {
         for timer in &mut self.0 {
             if timer.alarm.is_some_and(|alarm| alarm <= host) {
@@ -223,8 +223,8 @@ impl Timers {
         }
     }
 
-    /// Call after the guest has read the message of a source: marks timers whose message waits for the
-    /// slot to be examined.
+    /// Marks timers to be examined if their message waits for the slot of the source `sint`. Call after the guest has
+    /// read the message in this slot.
     pub fn acknowledged(&mut self, sint: u32) {
         for timer in &mut self.0 {
             let waits = timer.waits && timer.has(ENABLED) && !timer.has(DIRECT);

@@ -20,14 +20,14 @@ const AUTO_EOI: u64 = 1 << 17;
 /// The lowest vector of a source that is not masked.
 const FIRST_VECTOR: u64 = 16;
 
-/// The work that a write leaves to the caller.
+/// The work that a write of an MSR leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The caller need not do anything.
     None,
     /// The vectors of interrupt sources (SINTs) have changed.
     Vectors,
-    /// This MSR has changed. The caller tells the client, which may emulate devices that send messages.
+    /// This MSR has changed. The caller has to tell the client, which may emulate devices that send messages.
     Exit(u32),
     /// The guest has read messages. So messages of every source that wait for a free slot can be sent.
     EndOfMessage,
@@ -103,8 +103,8 @@ impl Synic {
     /// Writes a register.
     ///
     /// # Errors
-    /// The register does not exist, is read-only, or cannot hold the value. Or there is no SynIC; the host may then
-    /// write only zeros.
+    /// The register does not exist, is read-only, or cannot hold the value. If the guest has no SynIC, only the host
+    /// can write, and only zeros.
     pub fn write(&mut self, index: u32, value: u64, by: Writer) -> Result<Effect, Refused> {
         let by_guest = by == Writer::Guest;
         if !self.active && (by_guest || value != 0) {
@@ -149,8 +149,8 @@ impl Synic {
         sources.fold(0, |set, sint| set | 1 << sint)
     }
 
-    /// Whether an interrupt with this vector ends when it is delivered (auto-EOI), because a source with this vector is
-    /// configured so.
+    /// Whether an interrupt with this vector ends when it is delivered (auto-EOI), because the guest has set auto-EOI
+    /// for a source with this vector.
     pub fn ends_itself(&self, vector: u8) -> bool {
         (0..SINTS as u32).any(|sint| {
             self.vector(sint) == Some(vector) && self.sints[sint as usize] & AUTO_EOI != 0

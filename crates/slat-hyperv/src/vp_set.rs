@@ -36,7 +36,7 @@ impl VpSet {
         if bank >= u64::BITS || self.valid >> bank & 1 == 0 {
             return false;
         }
-        // The number of present banks before this one.
+        // The number of present banks before this bank.
         let before = (self.valid & ((1 << bank) - 1)).count_ones() as usize;
         self.banks[before] >> (index % BANK) & 1 != 0
     }

@@ -3,31 +3,32 @@
 
 /// `ret`: an interrupt of the host. The vCPU was asked to leave the guest.
 pub const IRQ: i32 = 0;
-/// `ret`: the exception of the class `esr_ec`.
+/// `ret`: an exception, whose class is `esr_ec`.
 pub const TRAP: i32 = 2;
 
-/// WFI, WFE or YIELD.
+/// `esr_ec`: WFI, WFE or YIELD.
 pub const WFX: u32 = 0x01;
-/// HVC.
+/// `esr_ec`: HVC.
 pub const HVC: u32 = 0x16;
-/// SMC.
+/// `esr_ec`: SMC.
 pub const SMC: u32 = 0x17;
-/// A system instruction: one that invalidates translations of all vCPUs.
+/// `esr_ec`: a system instruction that invalidates translations of all vCPUs.
 pub const SYSTEM: u32 = 0x18;
-/// A fetch that could not be mapped.
+/// `esr_ec`: a fetch from an address that could not be mapped.
 pub const FETCH_ABORT: u32 = 0x20;
-/// An access that could not be mapped.
+/// `esr_ec`: an access to an address that could not be mapped.
 pub const DATA_ABORT: u32 = 0x24;
-/// A breakpoint of a debugger.
+/// `esr_ec`: a breakpoint of a debugger.
 pub const BREAKPOINT: u32 = 0x30;
-/// A step of a debugger.
+/// `esr_ec`: a step of a debugger.
 pub const STEP: u32 = 0x32;
-/// A watchpoint of a debugger.
+/// `esr_ec`: a watchpoint of a debugger.
 pub const WATCHPOINT: u32 = 0x34;
-/// BRK.
+/// `esr_ec`: BRK.
 pub const BRK: u32 = 0x3c;
 
-/// Returns the name of an exit: Linux's name of the exception class, or that of `ret`. `None`: slat has no such exit.
+/// Returns Linux's name of an exit: the name of the exception class `esr_ec`, or `IRQ` if `ret` is [`IRQ`]. `None`:
+/// slat has no such exit.
 pub fn name(ret: u64, esr_ec: u64) -> Option<&'static str> {
     if ret as i32 == IRQ {
         return Some("IRQ");

@@ -30,7 +30,7 @@ impl Moment {
     }
 }
 
-/// Computes nanoseconds from cycles.
+/// Converts cycles of the counter to nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scale {
     start: Moment,

@@ -22,13 +22,13 @@ pub const IO_INSTRUCTION: u32 = 30;
 pub const MSR_READ: u32 = 31;
 /// WRMSR.
 pub const MSR_WRITE: u32 = 32;
-/// An access to memory that is not mapped, and that could not be mapped.
+/// An access to memory that is not mapped and cannot be mapped.
 pub const EPT_VIOLATION: u32 = 48;
 /// An access that found an MMIO entry.
 pub const EPT_MISCONFIG: u32 = 49;
 /// A bus lock.
 pub const BUS_LOCK: u32 = 74;
-/// The notify window is over.
+/// The processor has delivered events for the whole notify window without executing an instruction in between.
 pub const NOTIFY: u32 = 75;
 
 /// Returns the name of a reason in Linux's VMX_EXIT_REASONS. `None`: slat does not use this reason.

@@ -22,7 +22,7 @@ pub(crate) const RING_HEADER_BYTES: usize = 4096;
 pub(crate) const MOST_POINTS: usize = u64::BITS as usize;
 pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
 
-/// The start of the file.
+/// The header of the file.
 #[repr(C)]
 pub(crate) struct Header {
     /// [`MAGIC`], stored last when the file is made.
@@ -32,7 +32,7 @@ pub(crate) struct Header {
     /// Bytes of a ring, with its header.
     pub(crate) ring_bytes: AtomicU64,
     pub(crate) text_bytes: AtomicU64,
-    /// The tracepoints that are recorded, a bit each.
+    /// The tracepoints that are recorded: one bit for each.
     pub(crate) selected: AtomicU64,
     /// The number of rings that threads can claim, counted from ring 0.
     pub(crate) allocated: AtomicU64,
@@ -45,7 +45,7 @@ pub(crate) struct Header {
     pub(crate) latest: [AtomicU64; 2],
 }
 
-/// The start of a ring.
+/// The header of a ring.
 #[repr(C)]
 pub(crate) struct Ring {
     /// The number of records ever written. The newest of them are in the ring.
@@ -63,7 +63,7 @@ pub(crate) struct Ring {
 /// A record: one event at a tracepoint.
 #[repr(C, align(64))]
 pub(crate) struct Record {
-    /// The processor's time-stamp counter.
+    /// The processor's counter (x86's time-stamp counter, or Arm's virtual counter) at the time of the event.
     pub(crate) cycles: u64,
     /// The tracepoint: the number of its line in the text.
     pub(crate) point: u16,

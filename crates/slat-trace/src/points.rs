@@ -1,8 +1,10 @@
-//! The tracepoints. The tracepoints in `kvm` and `kvmmmu` have Linux's names and fields, for people who know Linux's
+//! The tracepoints. Those of the systems `kvm` and `kvmmmu` have Linux's names and fields, for people who know Linux's
 //! (include/trace/events/kvm.h, arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12, and for tracepoints
-//! of arm64 alone arch/arm64/kvm/trace_arm.h and trace_handle_exit.h). Module `arch` has those of one architecture;
-//! `conformance/tracepoints` compares them with a kernel's source. Fields that have no meaning in slat are missing,
-//! such as the kernel address of an entry. The tracepoints in `slat` are slat's own.
+//! of arm64 alone arch/arm64/kvm/trace_arm.h and trace_handle_exit.h). Fields that have no meaning in slat are missing,
+//! such as the kernel address of an entry. The tracepoints of the system `slat` are slat's own.
+//!
+//! Module `arch` has the tracepoints of a single architecture. A test compares the tracepoints of `kvm` and `kvmmmu`
+//! with a table for each architecture, and `conformance/tracepoints` compares the tables with a kernel's source.
 
 use std::mem::offset_of;
 
@@ -86,11 +88,11 @@ crate::arch::with_own_points! { points:
     kvm kvm_userspace_exit: UserspaceExit { reason: u32, errno: i32 }
     /// A vCPU accesses a device in memory. `type` has the values of [`mmio`].
     kvm kvm_mmio: Mmio { r#type: u32, len: u32, gpa: u64, val: u64 }
-    /// A vCPU has written to memory, which only signalled an eventfd. The write is also recorded as a `kvm_mmio`.
+    /// A write of a vCPU to memory has only signalled an eventfd. The write is also recorded as a `kvm_mmio`.
     kvm kvm_fast_mmio: FastMmio { gpa: u64 }
-    /// A second-level page fault; with shadow paging, `fault_address` is a guest-virtual address. `error_code` has the
-    /// bits of x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing, because the CPU does not
-    /// know it in the middle of a translated block.
+    /// A second-level page fault; with shadow paging, `fault_address` is a guest-virtual address. `error_code` has two
+    /// bits of x86's page-fault error code: bit 1 for writes, and bit 4 for fetches. KVM's `guest_rip` is missing,
+    /// because the CPU does not know it in the middle of a translated block.
     kvm kvm_page_fault: PageFault { vcpu_id: u32, fault_address: u64, error_code: u64 }
     /// Host memory is about to be unmapped, or changed.
     kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
@@ -98,15 +100,15 @@ crate::arch::with_own_points! { points:
     kvm kvm_age_hva: AgeHva { start: u64, end: u64 }
     /// A page was written, and is now in the dirty ring for the client. The upper half of `slot` is the address space.
     kvm kvm_dirty_ring_push: DirtyRingPush { dirty_index: u32, reset_index: u32, slot: u32, offset: u64 }
-    /// A ring was searched for pages that the client has collected.
+    /// A dirty ring was searched for pages that the client has collected.
     kvm kvm_dirty_ring_reset: DirtyRingReset { dirty_index: u32, reset_index: u32 }
-    /// `KVM_RUN` returns because the ring of the vCPU is full.
+    /// `KVM_RUN` returns because the dirty ring of the vCPU is full.
     kvm kvm_dirty_ring_exit: DirtyRingExit { vcpu_id: u32 }
 
     /// A fault is about to install a leaf entry. `level` 1 is 4 KiB.
     kvmmmu kvm_mmu_spte_requested: SpteRequested { gfn: u64, pfn: u64, level: u8 }
-    /// A fault was resolved without looking up memslot and host page. `ret` is `RET_PF_FIXED` (3) or `RET_PF_SPURIOUS`
-    /// (4).
+    /// A fault was resolved without looking up the memslot and the host page. `ret` is `RET_PF_FIXED` (3) or
+    /// `RET_PF_SPURIOUS` (4).
     kvmmmu fast_page_fault: FastPageFault { vcpu_id: i32, cr2_or_gpa: u64, error_code: u32, new_spte: u64, ret: i32 }
     /// An entry is changed to an MMIO entry.
     kvmmmu mark_mmio_spte: MarkMmioSpte { gfn: u64, r#gen: u32 }
@@ -123,7 +125,7 @@ crate::arch::with_own_points! { points:
     /// A shadow page is zapped.
     kvmmmu kvm_mmu_prepare_zap_page: PrepareZapPage { gfn: u64, role: u32 }
 
-    /// A memslot was created, moved, deleted, or got other flags. `npages` 0 means deleted.
+    /// A memslot was created, moved or deleted, or its flags have changed. `npages` 0 means deleted.
     slat memslot: MemslotChange { vm: u32, as_id: u32, slot: u32, base_gfn: u64, npages: u64, userspace_addr: u64, flags: u32 }
     /// A flush of the guest frames from `start` to before `end` begins: it waits for vCPUs.
     slat flush_begin: FlushBegin { start: u64, end: u64 }
@@ -135,7 +137,7 @@ crate::arch::with_own_points! { points:
     slat r#yield: Yield {}
     /// A region of guest code that begins at `rip` was compiled: quickly (`tier` 0), or by Cranelift (`tier` 1).
     slat compile: CompileRegion { rip: u64, tier: u32 }
-    /// A store to `hva` has made the decoded and compiled code of that page invalid.
+    /// A store to the address `hva` has made the decoded and compiled code of the address's page invalid.
     slat code_invalidated: CodeInvalidated { hva: u64 }
 }
 

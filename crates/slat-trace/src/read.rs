@@ -24,7 +24,7 @@ pub struct Point {
 /// A record: one event at a tracepoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Nanoseconds of `CLOCK_MONOTONIC`.
+    /// The time of the event: nanoseconds of `CLOCK_MONOTONIC`.
     pub ns: u64,
     /// The tracepoint: an index into [`Trace::points`].
     pub point: usize,
@@ -40,7 +40,7 @@ pub struct Thread {
     pub tid: u32,
     /// The thread's name, if it is one of slat's own threads; otherwise empty.
     pub name: String,
-    /// The remaining records, in the order of their times.
+    /// The records that were not overwritten, in the order of their times.
     pub events: Vec<Event>,
     /// The number of records ever written, by tracepoint.
     pub counts: Vec<u64>,
@@ -51,11 +51,11 @@ pub struct Thread {
 /// The content of a trace file.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    /// The process.
+    /// The process's id.
     pub pid: u32,
     /// The tracepoints that the file describes.
     pub points: Vec<Point>,
-    /// The tracepoints that were recorded, a bit each.
+    /// The tracepoints that were recorded: one bit for each.
     selected: u64,
     /// The threads, in the order of their first records.
     pub threads: Vec<Thread>,
@@ -64,7 +64,7 @@ pub struct Trace {
 }
 
 impl Point {
-    /// Reads a line of the text.
+    /// Parses a line of the file's text. Each line describes a tracepoint.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split(' ');
         let (system, name) = words.next()?.split_once(':')?;
@@ -95,12 +95,12 @@ impl Trace {
         read.map_err(|error| format!("{}: {error}", path.display()))
     }
 
-    /// Returns the tracepoint called `name`.
+    /// Returns the index of the tracepoint called `name`.
     pub fn point(&self, name: &str) -> Option<usize> {
         self.points.iter().position(|point| point.name == name)
     }
 
-    /// Whether the tracepoint was recorded.
+    /// Whether the tracepoint with this index was recorded.
     pub fn records(&self, point: usize) -> bool {
         self.selected >> point & 1 != 0
     }
@@ -114,14 +114,14 @@ impl Trace {
         })
     }
 
-    /// Returns the value of a field. `None`: the tracepoint has no field of this name.
+    /// Returns the value of a field of a record. `None`: the tracepoint has no field of this name.
     pub fn value(&self, event: &Event, field: &str) -> Option<u64> {
         let fields = &self.points[event.point].fields;
         let (_, place) = fields.iter().find(|(name, _)| name == field)?;
         Some(event.number(place))
     }
 
-    /// Returns the names and values of all fields.
+    /// Returns the names and values of all fields of a record.
     pub fn values<'t>(&'t self, event: &'t Event) -> impl Iterator<Item = (&'t str, u64)> {
         let fields = self.points[event.point].fields.iter();
         fields.map(|(name, place)| (name.as_str(), event.number(place)))
@@ -214,7 +214,7 @@ impl Source {
         self.0.metadata().is_ok_and(|known| known.len() < end)
     }
 
-    /// Reads the ring at `at`.
+    /// Reads the ring that begins at the offset `at` of the file.
     fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
         let header = self.bytes(at, RING_HEADER_BYTES)?;
         let head_at = offset_of!(Ring, head);

@@ -93,7 +93,7 @@ pub fn point<P: Point>(values: impl FnOnce() -> P) {
 /// The ring of a thread.
 #[derive(Clone, Copy)]
 struct Claimed {
-    /// The process for which the ring is valid: a forked child has another file.
+    /// The process for which the ring is valid. A forked child cannot use the ring, because the child has another file.
     birth: Birth,
     /// The ring, which is valid as long as the process lives.
     ring: NonNull<Ring>,
@@ -148,14 +148,15 @@ fn record<P: Point>(values: P) {
     ring.next.store(next, Relaxed);
     let count = &ring.counts[P::ID];
     count.store(count.load(Relaxed) + 1, Relaxed);
-    // The head moves after the record is written, so a reader that finds the process dead sees only complete records.
+    // The head moves after the record is written. So even if the process is killed, a reader sees only complete
+    // records.
     ring.head.store(ring.head.load(Relaxed) + 1, Release);
 }
 
 /// Gives this thread a ring. `None`: no ring is left; the record is lost, and the loss is counted.
 fn claim() -> Option<Claimed> {
-    // The fence follows the tracepoint's relaxed load. The thread that selected the tracepoint had published the file
-    // before.
+    // The fence follows the relaxed load by which `point` found the tracepoint selected. The thread that selected the
+    // tracepoint had published the file before.
     fence(Acquire);
     let mapped = MAPPED.peek()?.get()?;
     let header = mapped.header();
@@ -244,7 +245,8 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
 }
 
 /// Allocates one more ring, for the thread of a new vCPU. No ring is added if there is no space, or if a seccomp filter
-/// of the client forbids the system calls. Then records of the last threads may be lost; lost records are counted.
+/// of the client forbids the system calls. Then a thread may find no ring; the records of such a thread are lost, and
+/// counted.
 pub fn add_ring() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
         mapped.mark_time();
@@ -365,7 +367,7 @@ impl Mapped {
             )
         };
         match populated {
-            // Without space on the disk, a store would cause a SIGBUS.
+            // EFAULT means that no space is left on the disk, and a store would cause a SIGBUS.
             Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
                 Err(io::Error::new(io::ErrorKind::StorageFull, FULL))
             }

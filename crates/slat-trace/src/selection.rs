@@ -33,7 +33,7 @@ impl FromStr for Selection {
     /// A message that names the tracepoints.
     type Err = String;
 
-    /// Parses words between commas. Each word names one tracepoint, or all tracepoints of a system.
+    /// Parses words that are separated by commas. Each word names one tracepoint, or all tracepoints of a system.
     fn from_str(text: &str) -> Result<Self, String> {
         let mut bits = 0;
         for word in text.split(',') {

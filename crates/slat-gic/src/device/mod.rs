@@ -57,7 +57,7 @@ const ENCODING: u64 = 0xffff;
 /// Fields of an attribute of [`group::LINES`]: the kind of information (only one kind exists), and the first interrupt.
 const LINES_INFO: u64 = 0xffff_fc00;
 const LINES_FIRST: u64 = 0x3ff;
-/// Fields of a region of redistributors.
+/// Fields of the value that describes a region of redistributors (`KVM_VGIC_V3_ADDR_TYPE_REDIST_REGION`).
 const REGION_INDEX: u64 = 0xfff;
 const REGION_FLAGS: u64 = 0xf000;
 const REGION_BASE: u64 = 0x000f_ffff_ffff_0000;
@@ -181,8 +181,8 @@ impl Device {
         is_v3 && group == group::DISTRIBUTOR && is_register
     }
 
-    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it. `address_bits`: the bits
-    /// of the guest's physical addresses.
+    /// Prepares the first run of a vCPU. Initializes a GICv2 if the client has not done so. `address_bits` is the
+    /// number of bits of the guest's physical addresses.
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap, or a region has grown

@@ -109,7 +109,7 @@ impl Gic {
         own.map(|(intid, _)| *intid).collect()
     }
 
-    /// Gives an LPI another target.
+    /// Makes the vCPU `target` the target of an LPI.
     pub(crate) fn retarget_lpi(&mut self, intid: u32, target: usize) {
         self.change(0, intid, |lpi| lpi.target = Some(target));
     }

@@ -22,7 +22,7 @@ pub const INTERRUPTS: core::ops::RangeInclusive<u32> = 64..=1023;
 /// The number of interrupts of a GIC whose client sets none.
 pub const DEFAULT_INTERRUPTS: u32 = 256;
 
-/// The version of the architecture.
+/// The version of the GIC's architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// GICv2 (IHI 0048): registers of the CPU interface in memory.
@@ -57,7 +57,7 @@ pub(crate) struct Vcpu {
     pub(crate) private: [Interrupt; PRIVATE as usize],
     pub(crate) pending: PendingSet,
     pub(crate) interface: CpuInterface,
-    /// GICR_CTLR.EnableLPIs.
+    /// GICR_CTLR.EnableLPIs: whether the LPIs of this vCPU are enabled.
     pub(crate) lpis_enabled: bool,
     pub(crate) pendbaser: u64,
     /// GICR_TYPER.Last: whether the redistributor is the last of contiguous redistributors.
@@ -77,9 +77,9 @@ pub(crate) struct Vcpu {
 #[derive(Clone, Debug)]
 pub struct Gic {
     pub(crate) model: Model,
-    /// GICD_CTLR: interrupts are forwarded. As in KVM, one bit enables both groups.
+    /// GICD_CTLR: whether the distributor forwards interrupts. As in KVM, one bit enables both groups.
     pub(crate) enabled: bool,
-    /// GICD_IIDR.Revision.
+    /// The field Revision of GICD_IIDR.
     pub(crate) revision: u8,
     /// GICv2: whether the client has written GICD_IIDR. Before that, the client's writes of interrupt groups are
     /// ignored.

@@ -132,7 +132,7 @@ impl Its {
                 }
             }
             if is_read {
-                // `None`: the command was an error, which is ignored.
+                // `None` means that the command was wrong. Such a command is ignored.
                 let _ = self.command(&Command(words), gic, memory);
             }
             self.reader += COMMAND;

@@ -15,7 +15,7 @@ use crate::registers::region::{Region, doubles, find, number, part, replace, sto
 use crate::registers::v3::with_attributes;
 use alloc::collections::BTreeMap;
 
-/// The bytes of the ITS's registers: control frame and translation frame.
+/// The size in bytes of the ITS's registers: control frame and translation frame.
 pub const ITS_SIZE: u64 = 0x2_0000;
 /// The offset of GITS_TRANSLATER, to which devices write their messages.
 pub const TRANSLATER: u64 = 0x1_0040;
@@ -165,7 +165,7 @@ impl Its {
         gic.settle();
     }
 
-    /// Unmaps everything.
+    /// Unmaps all devices and all collections.
     fn clear(&mut self, gic: &mut Gic) {
         self.unmap_devices(gic);
         self.unmap_collections();

@@ -51,7 +51,7 @@ pub(crate) enum Register {
     Deactivate,
 }
 
-/// The widths of accesses, in bytes: a sum of 1, 4 and 8.
+/// Sets of access widths, in bytes: a set is the sum of its widths, which are 1, 4 and 8.
 const WORD: usize = 4;
 const BYTE_OR_WORD: usize = 1 | 4;
 const WORD_OR_DOUBLE: usize = 4 | 8;

@@ -150,7 +150,7 @@ impl Gic {
         hidden.unwrap_or_else(|| self.shown(vcpu, highest))
     }
 
-    /// Writes a register of the CPU interface of a vCPU. The client can write only those that hold state.
+    /// Writes a register of the CPU interface of a vCPU. The client can write only registers that hold state.
     pub(super) fn write_cpu_interface(
         &mut self,
         vcpu: usize,

@@ -5,7 +5,7 @@ use crate::gic::Gic;
 use crate::identity::{IMPLEMENTER, PRODUCT, PRODUCT_SHIFT};
 use crate::memory::Memory;
 
-/// GICR_CTLR.EnableLPIs.
+/// GICR_CTLR.EnableLPIs: the LPIs of the vCPU are enabled.
 const ENABLE_LPIS: u64 = 1 << 0;
 /// GICR_CTLR.CES and GICR_CTLR.IR: LPIs can be disabled again, and invalidated by registers.
 const CAN_DISABLE_AND_INVALIDATE: u64 = 1 << 1 | 1 << 2;
@@ -25,7 +25,7 @@ const PIDR2_VALUE: u64 = 0x3b;
 /// The affinities that exist in routes: Aff3 does not, as GICD_TYPER.A3V says.
 const ROUTE: u32 = 0x00ff_ffff;
 
-/// Fields of GICR_PROPBASER and GICR_PENDBASER, and the bits that do not exist.
+/// For GICR_PROPBASER and GICR_PENDBASER: masks of the bits that do not exist, and fields.
 const PROPBASER_MISSING: u64 = 0x1f << 59 | 0xf << 52 | 3 << 5;
 const PENDBASER_MISSING: u64 = 1 << 63 | 7 << 59 | 0xf << 52 | 0xf << 12 | 0x7f;
 const PENDING_TABLE_ZERO: u64 = 1 << 62;
@@ -126,7 +126,8 @@ impl Gic {
             Register::Control if self.has_its => {
                 self.enable_lpis(vcpu, value & ENABLE_LPIS != 0, memory);
             }
-            // All redistributors have one configuration table. Both tables are fixed while LPIs are enabled.
+            // All redistributors share one configuration table. While LPIs are enabled, neither the address of the
+            // configuration table nor that of the pending table can change.
             Register::ConfigurationTable if !lpis_enabled => {
                 let new = replace(self.propbaser, offset, width, value);
                 self.propbaser = with_attributes(new, inner, outer) & !PROPBASER_MISSING;

@@ -119,7 +119,7 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE | ENABLED);
     write(&mut timers, COUNT, 0);
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
-    // The host's writes restore a state, and have no other effects.
+    // The host's write only restores a state: it does not enable the timer automatically.
     timers.write(COUNT, 500, Writer::Host, ALL).unwrap();
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }

@@ -244,7 +244,7 @@ impl Channel {
         self.state.write_state = bytes;
         self.state.count_latched = 0;
         self.state.mode = match control >> 1 & 7 {
-            // Bit 2 of the mode does not matter to modes 2 and 3.
+            // The chip ignores bit 2 of the mode in modes 2 and 3, so 6 and 7 mean 2 and 3.
             mode @ 6.. => mode - 4,
             mode => mode,
         };

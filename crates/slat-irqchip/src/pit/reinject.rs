@@ -42,7 +42,7 @@ impl Reinjection {
         idle && due != 0
     }
 
-    /// Call after an acknowledgement. Returns whether there is an interrupt to inject.
+    /// Notes that the guest has acknowledged a tick. Returns whether there is an interrupt to inject.
     pub(super) fn acknowledge(&mut self) -> bool {
         self.unacknowledged = self.unacknowledged.saturating_sub(1);
         self.unacknowledged != 0

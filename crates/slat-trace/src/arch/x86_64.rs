@@ -17,10 +17,10 @@ macro_rules! with_own_points {
             /// A vCPU enters the guest.
             kvm kvm_entry: Entry { vcpu_id: u32, rip: u64 }
             /// A vCPU has left the guest. `exit_reason` is an exit reason of VMX (`isa` 1) on any host processor: see
-            /// [`exit`](crate::exit). `info1` is the exit qualification of port accesses. `intr_info` describes the
-            /// exception of EXCEPTION_NMI.
+            /// [`exit`](crate::exit). For an access to ports, `info1` is VMX's exit qualification. For EXCEPTION_NMI,
+            /// `intr_info` describes the exception.
             kvm kvm_exit: Exit { exit_reason: u32, guest_rip: u64, isa: u32, info1: u64, intr_info: u32, vcpu_id: u32 }
-            /// A vCPU accesses ports. `rw` is 1 for a write, `val` is the first unit.
+            /// A vCPU accesses an I/O port. `rw` is 1 for a write. `val` is the first of the `count` values.
             kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
             /// An interrupt is injected.
             kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
