@@ -179,8 +179,9 @@ impl Addresses {
         regions.any(|region| overlap(base, size, region.base, Self::size(region.capacity, vcpus)))
     }
 
-    /// Gives places to the vCPUs that have none yet, as long as there are free places. `counted` is the number of vCPUs
-    /// for which a region without a capacity has places, when the overlap with the distributor is checked.
+    /// Gives places to the vCPUs that have none yet, as long as there are free places. Before it places a vCPU, it
+    /// checks that no region overlaps the distributor. For this check, a region without a capacity has places for
+    /// `counted` vCPUs.
     ///
     /// # Errors
     /// [`Error::Invalid`]: a region overlaps the distributor.

@@ -2,7 +2,7 @@
 
 use crate::memory::Fault;
 
-/// An error of the attribute interface. Each is one errno of KVM.
+/// An error of an access by KVM's device attributes. Each error is one errno of KVM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Error {
     /// EINVAL: the value, the vCPU or the interrupt is wrong, or restored tables are inconsistent.

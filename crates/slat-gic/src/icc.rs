@@ -197,8 +197,8 @@ impl Gic {
         self.touch(vcpu);
     }
 
-    /// Reads a system register for the client: KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS. `name` is an encoding as that of
-    /// [`Icc::from_encoding`].
+    /// Reads a system register for the client: KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS. `name` is the register's encoding, as
+    /// for [`Icc::from_encoding`].
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: the register is an active

@@ -71,7 +71,7 @@ pub(crate) struct Interrupt {
     pub(crate) sources: u8,
     /// GICv2: the byte of GICD_ITARGETSR. GICv3: the affinity in GICD_IROUTER.
     pub(crate) route: u32,
-    /// The index of the target vCPU, which `route` names, or for an LPI its collection.
+    /// The index of the target vCPU. `route` names this vCPU; the vCPU of an LPI is that of the LPI's collection.
     pub(crate) target: Option<usize>,
     /// The entry of this interrupt in a vCPU's pending set. `None`: the interrupt is in no pending set.
     pub(crate) queued: Option<Place>,

@@ -325,8 +325,8 @@ impl Ipi {
     /// interrupt goes to no virtual processor.
     ///
     /// # Errors
-    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has; and
-    /// the errors of `word`.
+    /// `InvalidInput`: the set of virtual processors contradicts the input value of the hypercall, or no interrupt has
+    /// the vector. Errors of `word` are returned, too.
     pub fn read<E: From<Status>>(
         input: Input,
         most: u32,

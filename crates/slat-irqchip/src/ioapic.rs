@@ -293,7 +293,7 @@ impl IoApic {
         None
     }
 
-    /// Writes the selected half of the redirection entry of `pin`. Returns whether this unmasked it.
+    /// Writes the selected half of the redirection entry of `pin`. Returns whether the write has unmasked the pin.
     fn write_entry(&mut self, pin: usize, value: u32) -> bool {
         let old = self.state.redirtbl[pin];
         let value = u64::from(value);
@@ -318,7 +318,8 @@ impl IoApic {
         is_masked(old) && !is_masked(new)
     }
 
-    /// Call after a local APIC has ended the interrupt `vector`. `level` is the vector's bit in the APIC's TMR.
+    /// Handles the EOI by which a local APIC has ended the interrupt `vector`. `level` is the vector's bit in the
+    /// APIC's TMR.
     ///
     /// Calls `acknowledged` with each pin that has the vector. `acknowledged` returns the sources, by bit, that held
     /// the line only until this EOI (KVM's resample irqfds), or 0. Then, if `level` is true, each pin whose line is

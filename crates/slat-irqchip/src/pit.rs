@@ -182,7 +182,7 @@ impl Pit {
         self.reinjection.tick(due)
     }
 
-    /// Call after the guest has acknowledged IRQ 0: an 8259A or an I/O APIC has ended its interrupt. Returns whether
+    /// Notes that the guest has acknowledged IRQ 0: an 8259A or an I/O APIC has ended its interrupt. Returns whether
     /// IRQ 0 has to be pulsed, for a tick that was waiting.
     pub fn acknowledged(&mut self) -> bool {
         self.reinjection.acknowledge()

@@ -9,9 +9,9 @@ use slat::MmuKind;
 
 /// `KVM_CAP_GUEST_MEMFD_FLAGS`, of Linux 6.18.
 pub const KVM_CAP_GUEST_MEMFD_FLAGS: u32 = 244;
-/// `KVM_CAP_USERFAULT` of the posted series (version 3), which no released Linux has. Linux has since given the series'
-/// number, 243, to a capability of Arm hosts. So this number is slat's own. Linux numbers capabilities consecutively,
-/// for all architectures together, and will never reach this number.
+/// `KVM_CAP_USERFAULT` of the patch series that was posted for Linux (version 3), which no released Linux has. Linux
+/// has since given the series' number, 243, to a capability of Arm hosts. So this number is slat's own. Linux numbers
+/// capabilities consecutively, for all architectures together, and will never reach this number.
 pub const KVM_CAP_USERFAULT: u32 = 0x736c_0001;
 
 /// The number of memslots per address space that a client may use.

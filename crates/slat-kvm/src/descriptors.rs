@@ -246,7 +246,7 @@ fn release(cell: *mut Cell) {
     if let Some(cell) = unsafe { cell.as_ref() } {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let handle = Handle(cell);
-        // A forked child closes its parent's objects. The child must not drop these objects.
+        // This is a forked child that closes an object of its parent. The child must not drop the object.
         if handle.object().is_foreign() {
             handle.leak();
         }

@@ -162,9 +162,9 @@ impl GuestMemory {
         self.engine.attention().raise(bits::RETRY);
     }
 
-    /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client
-    /// changed the mapping without an invalidation. In the second case the engine drops the page and asks the host
-    /// again.
+    /// Handles the failure of a guarded access at `host`. Either another thread has raised an attention bit, or the
+    /// client has changed the mapping without an invalidation. In the second case, the engine drops the page and asks
+    /// the host again.
     pub(crate) fn forget(&mut self, host: *const u8) {
         if self.engine.attention().flag().load(Ordering::SeqCst) == 0 {
             let size = page_size() as u64;

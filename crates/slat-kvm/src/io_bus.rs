@@ -1,5 +1,5 @@
 //! The bus of a VM: the devices that serve guest accesses without an exit to the client, each with its address range.
-//! KVM's `kvm_io_bus`.
+//! KVM's counterpart is `kvm_io_bus`.
 //!
 //! An access is offered to the devices whose range contains it. Their order is that of KVM's bus: by the first address
 //! of the range, then by its end, then by the time of registration. The first device that accepts the access serves it.

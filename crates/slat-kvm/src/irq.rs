@@ -1,7 +1,8 @@
 //! Interrupts: their sources, and how they reach vCPUs.
 //!
-//! [`Interrupts`] owns all of this, and uses no other part of its VM. The architecture determines which controllers
-//! there are, and what the controllers do ([`Interrupts::arch`]).
+//! [`Interrupts`] owns the controllers, the routes, the irqfds and the list of the vCPUs of a VM, and uses no other
+//! part of the VM. The architecture determines which controllers there are, and what the controllers do
+//! ([`Interrupts::arch`]).
 //!
 //! # Locks
 //! A call acquires locks in the following order, and may leave out any of them: the irqfds of the VM, the routes (for

@@ -92,8 +92,8 @@ impl IrqFd {
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
     /// Whether the VM has ever had resampled irqfds. If not, EOIs do not look at the list. The flag never changes back
-    /// to `false`. Relaxed accesses are enough: before a thread can see an interrupt of a resampled irqfd, it has
-    /// acquired the lock of the service, or the client has called it after `KVM_IRQFD`.
+    /// to `false`. Relaxed accesses are enough: before a thread can see an interrupt of a resampled irqfd, the thread
+    /// has acquired the lock of the service, or the client has begun the thread's call after `KVM_IRQFD`.
     resampled: AtomicBool,
 }
 

@@ -1,7 +1,8 @@
 //! Tells a signal handler which vCPU its thread runs.
 //!
-//! A signal handler needs to know whether its thread is in `KVM_RUN`, and of which vCPU. This module keeps that in a
-//! thread-local cell. The cell needs no initialisation and has no destructor, so a signal handler may read it.
+//! A signal handler needs to know whether its thread is in `KVM_RUN`, and of which vCPU. This module keeps this
+//! information in a thread-local cell. The cell needs no initialisation and has no destructor, so a signal handler may
+//! read it.
 
 use slat::Attention;
 use std::cell::Cell;

@@ -48,7 +48,7 @@ impl ItsDevice {
     /// Sets an attribute: KVM_SET_DEVICE_ATTR.
     ///
     /// # Errors
-    /// KVM's for the attribute.
+    /// The errors are those of KVM for the attribute.
     pub fn set<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,
@@ -86,7 +86,7 @@ impl ItsDevice {
     /// Gets an attribute: KVM_GET_DEVICE_ATTR.
     ///
     /// # Errors
-    /// KVM's for the attribute.
+    /// The errors are those of KVM for the attribute.
     pub fn get(&self, group: u32, attribute: u64) -> Result<u64, Error> {
         match group {
             group::ADDRESS if attribute != address::ITS => Err(Error::NoDevice),
@@ -103,7 +103,8 @@ impl ItsDevice {
     /// Whether an attribute exists: KVM_HAS_DEVICE_ATTR.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: it does not exist. [`Error::Invalid`]: the offset of a register is not aligned.
+    /// [`Error::NoAttribute`]: the attribute does not exist. [`Error::Invalid`]: the offset of a register is not
+    /// aligned.
     pub fn has(&self, group: u32, attribute: u64) -> Result<(), Error> {
         let exists = match group {
             group::ADDRESS => attribute == address::ITS,

@@ -210,7 +210,7 @@ impl Device {
     /// Sets an attribute: KVM_SET_DEVICE_ATTR.
     ///
     /// # Errors
-    /// KVM's for the attribute.
+    /// The errors are those of KVM for the attribute.
     pub fn set<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,
@@ -262,7 +262,7 @@ impl Device {
     /// [`address::REDISTRIBUTOR_REGION`] uses it.
     ///
     /// # Errors
-    /// KVM's for the attribute.
+    /// The errors are those of KVM for the attribute.
     pub fn get<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,
@@ -306,7 +306,7 @@ impl Device {
     /// Whether an attribute exists: KVM_HAS_DEVICE_ATTR.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: it does not exist. [`Error::Invalid`]: there is no such vCPU.
+    /// [`Error::NoAttribute`]: the attribute does not exist. [`Error::Invalid`]: there is no such vCPU.
     pub fn has<M: Memory>(&self, vm: &Vm<'_, M>, group: u32, attribute: u64) -> Result<(), Error> {
         let exists = match (group, self.model) {
             (group::ADDRESS, Model::V2) => {

@@ -67,7 +67,7 @@ pub(crate) struct Vcpu {
     pub(crate) priority_bits: u8,
     pub(crate) id_bits: u8,
     signals: Signals,
-    /// Whether the signals must be computed again.
+    /// Whether `signals` must be computed again.
     is_touched: bool,
     /// Whether the signals have changed since the last call of [`Gic::take_changed`].
     is_changed: bool,
@@ -279,7 +279,7 @@ impl Gic {
         }
     }
 
-    /// Returns an interrupt to change. The caller calls [`requeue`](Self::requeue) afterwards.
+    /// Returns an interrupt, which the caller may change. The caller calls [`requeue`](Self::requeue) afterwards.
     pub(crate) fn interrupt_mut(&mut self, vcpu: usize, intid: u32) -> Option<&mut Interrupt> {
         match intid {
             ..PRIVATE => Some(&mut self.vcpus[vcpu].private[intid as usize]),

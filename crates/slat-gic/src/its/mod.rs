@@ -24,8 +24,8 @@ pub const TRANSLATER: u64 = 0x1_0040;
 const DEVICE_BITS: u32 = 16;
 const EVENT_BITS: u32 = 16;
 const ENTRY: u64 = 8;
-/// The number of events that guests may map to LPIs. A guest that maps more would use the host's memory; there are
-/// fewer LPIs than this.
+/// The number of events that guests may map to LPIs. Without a limit, a guest could use up the host's memory. There are
+/// fewer LPIs than this number.
 const MAX_EVENTS: usize = 1 << 20;
 
 /// Fields of GITS_CTLR.
@@ -318,7 +318,7 @@ impl Its {
     }
 
     fn write_table(&mut self, offset: u32, width: usize, value: u64, gic: &mut Gic) {
-        // The collection table has one level. The ITS has only these two tables.
+        // The collection table has only one level. The ITS has no tables but the device table and the collection table.
         let (old, kind, missing) = match offset & 0x38 {
             0 => (&mut self.device_table, TYPE_DEVICES, 0),
             8 => (&mut self.collection_table, TYPE_COLLECTIONS, INDIRECT),

@@ -7,8 +7,8 @@
 //! | event | 63:48: events to the next entry | | 47:16: LPI, zero if invalid | collection |
 //! | collection | valid | | processor number | collection |
 //!
-//! Devices and events are indices of their tables; a distance of zero ends a table. Collections are in any order, and
-//! the first invalid entry ends their table.
+//! The numbers of devices and events are the indices of their entries. Each entry has the distance to the next valid
+//! entry; a distance of zero ends a table. Collections are in any order, and the first invalid entry ends their table.
 
 use super::commands::{LEVEL_ONE_ADDRESS, LEVEL_ONE_VALID, TABLE_PAGE, Table};
 use super::{DEVICE_BITS, Device, ENTRY, EVENT_BITS, Its, VALID};
@@ -90,7 +90,7 @@ impl Its {
     }
 
     /// Restores the maps from the guest's tables: KVM_DEV_ARM_ITS_RESTORE_TABLES. The client has restored the GIC, and
-    /// the registers of the ITS but GITS_CTLR.
+    /// all registers of the ITS except GITS_CTLR.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::Exists`]: the tables are inconsistent. [`Error::Fault`]: a table is not in

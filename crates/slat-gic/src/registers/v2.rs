@@ -17,7 +17,7 @@ const FIQ_ENABLE: u32 = 1 << 3;
 const COMMON_BINARY_POINT: u32 = 1 << 4;
 const SEPARATE_DEACTIVATION: u32 = 1 << 9;
 
-/// The client has only the five bits of the priority mask that exist, in the lower bits.
+/// The client sees only those five bits of the priority mask that exist, as the lowest bits of the register.
 const CLIENT_MASK_SHIFT: u32 = 3;
 
 impl Gic {

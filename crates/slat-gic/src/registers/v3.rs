@@ -9,7 +9,7 @@ use crate::memory::Memory;
 const ENABLE_LPIS: u64 = 1 << 0;
 /// GICR_CTLR.CES and GICR_CTLR.IR: LPIs can be disabled again, and invalidated by registers.
 const CAN_DISABLE_AND_INVALIDATE: u64 = 1 << 1 | 1 << 2;
-/// The first revision in GICD_IIDR with which GICR_CTLR has these two bits.
+/// The first revision in GICD_IIDR with which GICR_CTLR has the bits CES and IR.
 const INVALIDATE_REVISION: u8 = 3;
 
 /// Fields of GICR_TYPER.

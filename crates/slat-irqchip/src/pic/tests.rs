@@ -294,7 +294,7 @@ fn initialization() {
     pics.set_line(4, 0, true);
     pics.write(0x20, 0x0b);
     let change = pics.write(0x20, 0x10);
-    // The forgotten interrupts are reported as ended, because other parts may wait for their end.
+    // The interrupts that ICW1 discards are reported as ended, because other parts may wait for their end.
     assert_eq!((change.ended, change.unmasked), (0b11010, 0xf0));
     let state = pics.save(Chip::Master);
     assert_eq!((state.irr, state.isr, state.imr), (0, 0, 0));

@@ -42,7 +42,7 @@ impl Kvm {
         }
     }
 
-    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this.
+    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this choice.
     /// (`kvm_ioctls` has no such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
@@ -52,7 +52,7 @@ impl Kvm {
         }
     }
 
-    /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
+    /// Like [`new`](Self::new). `kvm_path` must be `/dev/kvm`, which need not exist, or lead to the host's KVM device.
     ///
     /// # Errors
     /// The host's error for the path, or for opening a descriptor; `ENOTTY` for a path to any other file; `EINVAL` for

@@ -142,8 +142,8 @@ impl<T> Port<T> {
         }
     }
 
-    /// Call on the vCPU's thread when a probe has stopped the vCPU. Holds the vCPU for the debugger. If the debugger is
-    /// no longer attached, the vCPU continues.
+    /// Holds the vCPU for the debugger, because a probe has stopped the vCPU. If the debugger is no longer attached,
+    /// the vCPU continues. Call on the vCPU's thread.
     pub(crate) fn stopped(&self, hit: ProbeHit) {
         let mut state = self.state();
         if state.attached {

@@ -33,9 +33,9 @@
 //! stop                         nothing until the vCPUs are held
 //! ```
 //!
-//! The conversation has its own thread, so that other readers can ask for counters meanwhile. The thread that starts it
-//! is one to which the client's filters do not apply. While the VM runs, the conversation's thread checks every 10 ms
-//! for input from the reader. A vCPU that stops wakes the conversation's thread.
+//! The conversation has its own thread, so that other readers can ask for counters meanwhile. This thread is started by
+//! a thread of slat to which the client's seccomp filters do not apply. While the VM runs, the conversation's thread
+//! checks every 10 ms for input from the reader. A vCPU that stops wakes the conversation's thread.
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};

@@ -16,7 +16,7 @@ use slat_host::granule;
 use slat_host::userfault::Userfault;
 use std::sync::PoisonError;
 
-/// The flag of the posted patch series (version 3).
+/// The memslot flag of the patch series that was posted for Linux (version 3).
 pub(super) const KVM_MEM_USERFAULT: u32 = 1 << 3;
 
 /// Returns the memslot flags that this module adds to those that the VM accepts.
@@ -56,7 +56,8 @@ impl VmObject {
         bitmap: Option<u64>,
     ) -> std::result::Result<(), RegionError> {
         let set = || match self.engine.set_memory_region(space, asked) {
-            // As in KVM, a size of 0 deletes the slot. The checks that do not depend on the size are made before.
+            // As in KVM, a size of 0 deletes the slot. `set_memory_region` has made the checks that do not depend on
+            // the size.
             Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
             set => set,
         };

@@ -47,7 +47,8 @@ impl VmFd {
         Ok(())
     }
 
-    /// Carries out `KVM_HAS_DEVICE_ATTR` for the VM, which has `KVM_ARM_VM_SMCCC_FILTER`.
+    /// Carries out `KVM_HAS_DEVICE_ATTR` for the VM. Its only attribute is the filter of SMCCC calls
+    /// (`KVM_ARM_VM_SMCCC_FILTER`).
     ///
     /// # Errors
     /// `ENXIO` for another attribute.

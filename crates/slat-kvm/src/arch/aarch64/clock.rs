@@ -25,5 +25,5 @@ pub(crate) fn frequency() -> u64 {
     u64::from(hertz as u32).max(1)
 }
 
-/// Does nothing: the frequency is in a register, so it need not be measured.
+/// Does nothing: the counter's frequency is in a register, so it need not be measured.
 pub(crate) fn note_start() {}

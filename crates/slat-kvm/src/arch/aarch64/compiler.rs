@@ -20,7 +20,7 @@ impl Compiling {
     /// The reason why a process may have no compiler.
     pub(crate) const WHY_NONE: &str = "the host has no address space for code, or no membarrier";
 
-    /// Returns when the policy `jit` compiles code. `None`: never.
+    /// Returns the rule by which the policy `jit` chooses code to compile. `None`: no code is compiled.
     pub(crate) fn rule(jit: Jit) -> Option<Compile> {
         match jit {
             Jit::Off => None,

@@ -167,8 +167,8 @@ impl Executor {
         }
     }
 
-    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. What the
-    /// client has set for debugging the guest is kept.
+    /// Resets the processor, which then begins at address 0, with EL1's own stack pointer and with all interrupts
+    /// masked. What the client has set for debugging the guest is kept.
     pub(crate) fn reset(&mut self) {
         let debugger = self.cpu.state.debugger.take();
         self.cpu.state = State::reset();

@@ -81,7 +81,8 @@ pub(crate) enum Outcome {
         /// The first word of the event's data.
         flags: u64,
     },
-    /// The client suspends the VM: `KVM_EXIT_SYSTEM_EVENT`. The registers are those of the call.
+    /// The client suspends the VM: `KVM_EXIT_SYSTEM_EVENT`. The guest's registers still have the values that they had
+    /// at the call.
     Suspend,
     /// The client carries out the call: `KVM_EXIT_HYPERCALL`. It sets X0 to X3.
     Forward,

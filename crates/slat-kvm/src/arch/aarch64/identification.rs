@@ -13,7 +13,7 @@ use slat_a64::{State, SystemName};
 const CTR: SystemName = SystemName::new(3, 3, 0, 0, 1);
 const CTR_FLAGS: u64 = 1 << 29 | 1 << 28;
 const CTR_SIZES: u64 = 0xf << 16 | 0xf;
-/// CLIDR_EL1. It is not in this module, because each vCPU has its own.
+/// CLIDR_EL1. This module does not have the register, because each vCPU has its own.
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 
 /// The index (8 * CRm + op2) of ID_AA64PFR0, and the value 1 of its field GIC: the CPU interface has the system
@@ -161,7 +161,7 @@ impl IdRegister {
     }
 }
 
-/// Returns the processor's values, which are the greatest that a client may set. They say that there are the system
+/// Returns the processor's values, which are the greatest that a client may set. These values include the system
 /// registers of a GICv3.
 fn limits() -> Identification {
     let state = State::reset();

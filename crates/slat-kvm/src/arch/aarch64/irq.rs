@@ -218,7 +218,7 @@ impl Interrupts {
         self.exist()
     }
 
-    /// Returns the target that an entry of a client's table names.
+    /// Returns the target that an entry of the client's routing table names.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.

@@ -55,7 +55,7 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Creates the machine around a vCPU.
+    /// Creates the machine of the engine's vCPU `engine`.
     pub(crate) fn new(engine: EngineVcpu, vm: Arc<VmObject>, common: Shared<VcpuCommon>) -> Self {
         VcpuMachine {
             memory: GuestMemory::new(engine, vm.engine.clone()),

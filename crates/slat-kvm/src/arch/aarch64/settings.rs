@@ -79,8 +79,9 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Call when a vCPU runs for the first time. `has_gic`: there is a GIC with system registers; otherwise the field
-    /// GIC of ID_AA64PFR0 becomes 0. As in KVM, a client that reads this field before the first run sees 1.
+    /// Fixes the settings, because a vCPU is about to run for the first time. Without a GIC that has system registers
+    /// (`has_gic`), the field GIC of ID_AA64PFR0 becomes 0. As in KVM, a client that reads this field before the first
+    /// run sees 1.
     pub(crate) fn vcpu_runs(&mut self, has_gic: bool) {
         self.has_run = true;
         if !has_gic {

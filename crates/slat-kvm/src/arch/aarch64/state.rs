@@ -233,9 +233,9 @@ pub(crate) struct VcpuShared {
     pub(crate) invalidated: Invalidated,
 }
 
-/// The line for interrupts.
+/// The line of IRQs.
 pub(crate) const LINE_IRQ: u32 = 1 << 0;
-/// The line for fast interrupts.
+/// The line of FIQs.
 pub(crate) const LINE_FIQ: u32 = 1 << 1;
 
 /// MPIDR_EL1: the bit that is always 1, and the fields of the affinity.

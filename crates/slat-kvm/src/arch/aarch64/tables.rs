@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The guest's memory.
+/// Guest memory, as the interrupt controllers access it.
 pub(crate) struct Tables {
     vm: Arc<EngineVm>,
     /// The pages, by their first guest-physical address, that were written and are in no dirty ring yet.

@@ -39,7 +39,7 @@ impl Msi {
 }
 
 impl Target {
-    /// Returns the target that an entry of a client's table names.
+    /// Returns the target that an entry of the client's routing table names.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.

@@ -173,7 +173,7 @@ impl Timers {
             (_, Some((which, field))) => {
                 let timer = self.timer(which);
                 match field {
-                    // The register is the signed difference of 32 bits.
+                    // TVAL is the difference as a signed number of 32 bits.
                     Field::Value => timer.compare.wrapping_sub(self.counter(which)) as u32 as u64,
                     Field::Control if self.is_met(which) => timer.control | STATUS,
                     Field::Control => timer.control,

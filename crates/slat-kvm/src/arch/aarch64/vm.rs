@@ -87,7 +87,7 @@ impl VmObject {
         self.arch.settings().add_filter(&filter)
     }
 
-    /// Refuses a call whose effect a running vCPU could notice: checks that no vCPU runs.
+    /// Checks that no vCPU runs. A call whose effect a running vCPU could notice is refused otherwise.
     ///
     /// # Errors
     /// `EBUSY`.

@@ -59,7 +59,7 @@ impl VmDevice {
         }
     }
 
-    /// Refuses an access that a running vCPU could notice while a vCPU runs.
+    /// If a running vCPU could notice an access to the attribute, checks that no vCPU runs.
     ///
     /// # Errors
     /// `EBUSY`.

@@ -20,7 +20,7 @@ pub(crate) enum ClientCall {
     },
     /// One of Hyper-V's hypercalls: `KVM_EXIT_HYPERV`.
     Hyperv {
-        /// The input value.
+        /// The hypercall's input value.
         input: u64,
         /// The values of the two registers that hold the call's parameters.
         parameters: [u64; 2],

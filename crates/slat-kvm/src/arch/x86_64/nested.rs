@@ -41,7 +41,7 @@ impl NestedState {
         &self.words
     }
 
-    /// Returns the page that follows the header, if the vCPU is in guest mode.
+    /// Returns the VMCB, which is the page after the header, if the vCPU is in guest mode.
     pub fn vmcb(&self) -> Option<&[u8; VMCB_BYTES]> {
         self.vmcb.as_ref()
     }

@@ -32,8 +32,9 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Returns the target that an entry of a client's table names. `has_chips` says whether the entry may name lines
-    /// and pins of chips. `extended_ids` says whether destinations of messages have 32 bits in the client's structs.
+    /// Returns the target that an entry of the client's routing table names. `has_chips` says whether the entry may
+    /// name lines and pins of chips. `extended_ids` says whether destinations of messages have 32 bits in the client's
+    /// structs.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.

@@ -133,7 +133,7 @@ impl VmObject {
         let found = vcpus
             .iter()
             .filter(|vcpu| vcpu.arch.affinity() & mask == affinity & mask);
-        // The group is on if one of its vCPUs is on.
+        // The group of vCPUs is on if one of them is on.
         let states = found.map(|vcpu| if vcpu.arch.is_on() { ON } else { OFF });
         states.min().unwrap_or(INVALID_PARAMETERS)
     }

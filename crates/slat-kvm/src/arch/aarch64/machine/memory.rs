@@ -49,8 +49,8 @@ impl VcpuMachine {
 
     #[cold]
     fn gone(&mut self, at: u64) -> Refusal {
-        // The signal of a kick may interrupt any access. It is an interruption of a wait only if the page is not in
-        // memory.
+        // The signal of a kick may arrive during any access. Only if the page is not in memory has the signal
+        // interrupted a wait.
         self.memory.is_interrupted |= slat_guard::was_kicked() && !is_resident(at as usize);
         self.memory.forget(at as *const u8);
         Refusal::Retry

@@ -2,7 +2,7 @@
 //!
 //! An id consists of the register's size, its group, and its number in the group. This file has four groups. The number
 //! of a core register is its offset in `kvm_regs`. The number of a system register consists of the fields of its name.
-//! The registers of the firmware and of its optional services are counted.
+//! The registers of the firmware and of its optional services have consecutive numbers.
 
 use crate::arch::aarch64::firmware;
 use crate::arch::aarch64::identification::IdRegister;
@@ -90,7 +90,7 @@ impl Core {
     /// Returns the core register that `id` names.
     ///
     /// # Errors
-    /// `ENOENT` for a number after the last register, `EINVAL` for another number that is no register's, and for a
+    /// `ENOENT` for a number after the last register. `EINVAL` for a smaller number that names no register, and for a
     /// wrong size.
     fn of(id: u64) -> Result<Self> {
         const END: u64 = word(size_of::<kvm_regs>());
@@ -191,7 +191,8 @@ impl Inner {
             true => slat_a64::is_writable(name) && self.cpu.state.set_system(name, value),
             false => self.machine.set_system_register(name, value),
         };
-        // If the register cannot be set, only its present value is accepted, which a client may have saved before.
+        // A register that cannot be set accepts only its present value, so that a client can write back the value that
+        // it has read.
         match is_set || value == old {
             true => Ok(()),
             false => fail(libc::EINVAL),
@@ -204,8 +205,8 @@ impl VcpuObject {
     /// these bytes.
     ///
     /// # Errors
-    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU, `EINVAL` for a core
-    /// register with another size.
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU, `EINVAL` for a
+    /// core register with another size.
     pub fn get_one_reg(&self, id: u64, value: &mut [u8; 16]) -> Result<usize> {
         let mut inner = self.lock_initialised()?;
         self.accept_start(&mut inner);
@@ -227,9 +228,9 @@ impl VcpuObject {
     /// Carries out `KVM_SET_ONE_REG`. `data` fills the slice that it gets with the client's value.
     ///
     /// # Errors
-    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU. `EINVAL` for a core
-    /// register with another size, and for a value that the register cannot hold. `EBUSY` for a setting of the VM that
-    /// cannot change after a vCPU has run. The errors of `data`.
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU. `EINVAL` for a
+    /// core register with another size, and for a value that the register cannot hold. `EBUSY` for a setting of the VM
+    /// that cannot change after a vCPU has run. The errors of `data`.
     pub fn set_one_reg(&self, id: u64, data: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let mut inner = self.lock_initialised()?;
         self.accept_start(&mut inner);

@@ -19,7 +19,7 @@ fn place(attribute: &kvm_device_attr) -> Result<usize> {
 }
 
 impl VcpuObject {
-    /// Checks that the timer exists which an attribute names.
+    /// Checks that the attribute's timer exists.
     ///
     /// # Errors
     /// `ENXIO`.

@@ -65,7 +65,7 @@ impl Timer {
         pulse
     }
 
-    /// Call after the guest has ended the 8254's interrupt. Returns whether the line has to be pulsed for a tick that
+    /// Notes that the guest has ended the 8254's interrupt. Returns whether the line has to be pulsed for a tick that
     /// the guest has missed.
     pub(crate) fn acknowledged(&self) -> bool {
         self.lock().acknowledged()

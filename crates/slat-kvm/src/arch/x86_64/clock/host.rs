@@ -34,7 +34,8 @@ const FEW: u32 = 4;
 /// The distance of a measurement's two readings, in multiples of the time that a reading takes. If a reading takes 40
 /// ns, the distance is about 16 ms.
 const BASELINE: u64 = 200_000;
-/// The longest measurement, in nanoseconds. Limits the time on hosts where a reading is a system call.
+/// The longest measurement, in nanoseconds. Without this limit, a measurement would be long on hosts where a reading is
+/// a system call.
 const LONGEST_NS: u64 = 100_000_000;
 
 /// Reads the host's TSC. The read is not ordered: the processor may execute an earlier load after it.
@@ -77,7 +78,7 @@ pub(crate) fn monotonic() -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub(crate) tsc: u64,
-    /// The value of the other clock, in nanoseconds.
+    /// The value of the host's other clock, in nanoseconds.
     pub(crate) ns: u64,
     /// The cycles that the reading took. The TSC and the other clock were read within this time.
     width: u64,

@@ -50,7 +50,7 @@ impl Interrupts {
         }
     }
 
-    /// Returns the target that an entry of a client's table of routes names.
+    /// Returns the target that an entry of the client's routing table names.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.

@@ -40,8 +40,8 @@ impl VcpuMachine {
         (value & both == both).then_some(value & ADDRESS)
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, refuses an address without memory, and must be called inside the
-    /// engine's reader section.
+    /// Writes `MSR_KVM_ASYNC_PF_EN`. For the guest (`by_guest`), refuses an address without memory; then call inside
+    /// the engine's reader section.
     pub(crate) fn set_async_pf(&mut self, value: u64, by_guest: bool) -> Result<(), MsrFault> {
         let without =
             |machine: &Self, bit, feature| value & bit != 0 && !machine.has_pv_feature(feature);

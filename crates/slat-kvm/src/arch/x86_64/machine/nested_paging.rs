@@ -110,7 +110,7 @@ impl GuestTables for Walked<'_> {
 /// Guest memory at L2's physical addresses: the engine shadows L1's tables.
 struct Shadowed<'a> {
     machine: &'a mut VcpuMachine,
-    /// The state of the nested tables.
+    /// The parameters for a walk of the nested tables.
     nested: &'a GuestPaging,
 }
 

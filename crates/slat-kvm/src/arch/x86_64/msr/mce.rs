@@ -141,8 +141,8 @@ impl MachineCheck {
         let uncorrected = error.status & STATUS_UNCORRECTED != 0;
         let urgent = STATUS_CONTEXT_CORRUPT | STATUS_SIGNALED | STATUS_ACTION_REQUIRED;
         if uncorrected && error.status & urgent == 0 && error.mcg_status == 0 {
-            // This error needs no action by the guest. Only the interrupt for corrected errors would signal it, which
-            // does not exist here.
+            // This error needs no action by the guest. Only the interrupt for corrected errors would signal the error,
+            // and the CPU does not have this interrupt.
             bank.log(&error);
             self.status = error.mcg_status;
             return Ok(Reported::Logged);

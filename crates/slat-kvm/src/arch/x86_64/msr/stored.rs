@@ -29,7 +29,7 @@ impl Stored {
         SPEC_CTRL,
         AMD_VIRT_SPEC_CTRL,
     ];
-    /// Ranges of consecutive MSRs: those of the memory type ranges.
+    /// The MSRs of the memory type ranges (MTRRs): ranges of consecutive numbers.
     const RANGES: [(u32, u32); 4] = [
         (MTRR_PHYS_FIRST, MTRR_PHYS_LAST),
         (MTRR_FIX_64K, MTRR_FIX_64K),

@@ -33,7 +33,7 @@ const CODE_CLOSE: u32 = 3;
 /// The number of bytes of a record's id, size and time.
 const PREFIX_BYTES: usize = 16;
 
-/// The dump of a process.
+/// The jitdump of a process.
 #[derive(Default)]
 struct Dump {
     /// The size of the file in bytes; 0 until the file exists.

@@ -16,7 +16,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// The map of a process.
+/// perf's map of a process.
 #[derive(Default)]
 struct Map {
     /// The valid lines, by the addresses of their regions.

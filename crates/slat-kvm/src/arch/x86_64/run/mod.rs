@@ -412,12 +412,12 @@ impl Inner {
         self.arch.requested.begin_exception(&mut self.cpu);
     }
 
-    /// Call before guest code runs. Copies the task priority to the guest's word in memory.
+    /// Copies the task priority to the guest's word in memory. Call before guest code runs.
     pub(crate) fn enters_guest(&mut self) {
         self.vapic_to_guest();
     }
 
-    /// Call after guest code has run. Reads back the task priority and the PV EOI bit from guest memory.
+    /// Reads back the task priority and the PV EOI bit from guest memory. Call after guest code has run.
     pub(crate) fn left_guest(&mut self) {
         self.vapic_from_guest();
         self.machine.collect_pv_eoi();
