@@ -152,8 +152,8 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     entry(fd)
 }
 
-/// Whether any descriptor is KVM's. Costs one load, because every change of the program's descriptors calls this
-/// function.
+/// Whether any descriptor is KVM's. Every change of the program's descriptors calls this function, so it must be cheap:
+/// it costs one load.
 #[inline]
 pub fn is_any_ours() -> bool {
     OPEN.load(Ordering::Relaxed) != 0

@@ -101,9 +101,8 @@ impl DeviceObject {
     ///
     /// # Errors
     /// `ENXIO` for an unknown attribute, `EFAULT`, the architecture's errors for its devices, [`LogReader`]'s errors; for
-    /// VFIO: `EBADF`;
-    /// `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file twice, `ENOENT` for deleting a file that
-    /// was not added, `ENOMEM`.
+    /// VFIO: `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file twice, `ENOENT` for
+    /// deleting a file that was not added, `ENOMEM`.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
         match &self.kind {

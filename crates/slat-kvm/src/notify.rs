@@ -22,8 +22,8 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
     live_vms().store(vms.len(), Ordering::SeqCst);
 }
 
-/// Whether a VM is live in this process. Costs one load, because every change of the program's memory calls this
-/// function.
+/// Whether a VM is live in this process. Every change of the program's memory calls this function, so it must be cheap:
+/// it costs one load.
 #[doc(hidden)]
 #[inline]
 pub fn is_anyone_listening() -> bool {

@@ -127,8 +127,9 @@ fn record<P: Point>(values: P) {
     // The fence orders the last store of the head before the stores of this record, which may overwrite an older
     // record. So a reader that has read bytes of the new record finds by the head that the older record is lost.
     fence(Release);
-    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
-    // writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
+    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed the
+    // ring, writes to the records, and no thread of this process reads them. The values fit into a record: `points`
+    // asserts this.
     unsafe {
         let records = claimed.ring.cast::<u8>().add(RING_HEADER_BYTES);
         let record = records.cast::<Record>().add(at as usize).as_ptr();

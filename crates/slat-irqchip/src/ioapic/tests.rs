@@ -19,7 +19,7 @@ struct Machine {
     sent: Vec<Message>,
     /// The pins that were acknowledged.
     acknowledged: Vec<usize>,
-    /// The sources that resample irqfds hold.
+    /// The sources, by bit, that hold a line only until its EOI, as resample irqfds do.
     resampled: u64,
 }
 

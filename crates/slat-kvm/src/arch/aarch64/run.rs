@@ -30,7 +30,8 @@ impl VcpuObject {
     /// return at once, with success.
     ///
     /// # Errors
-    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. The errors of [`Interrupts::make_ready`](crate::irq::Interrupts::make_ready).
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. The errors of
+    /// [`Interrupts::make_ready`](crate::irq::Interrupts::make_ready).
     pub(crate) fn prepare(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
         inner.check_initialised()?;
         let interrupts = &self.vm.interrupts;

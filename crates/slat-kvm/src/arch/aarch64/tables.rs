@@ -126,7 +126,8 @@ impl Memory for Tables {
 
     fn write(&self, gpa: u64, bytes: &[u8]) -> std::result::Result<(), Fault> {
         self.access(gpa, bytes.len(), true, |host, part| {
-            // SAFETY: as in `read`.
+            // SAFETY: as in `read`, `host` is in a memslot, whose memory the client has given to the guest. The memslot
+            // is not removed while this thread is entered. The copy is guarded.
             unsafe { slat_guard::copy_out(host, &bytes[part]) }
         })?;
         let last = gpa + (bytes.len() as u64).saturating_sub(1);

@@ -121,7 +121,7 @@ impl Hypervisor for VcpuMachine {
 
     fn load_wide(&mut self, at: u64) -> Result<u128, Refusal> {
         let half = |at: u64| {
-            // SAFETY: as in `load`.
+            // SAFETY: as in `load`, the engine has translated the page of `at`, and the access is guarded.
             unsafe { slat_guard::load(at as *const u64) }
         };
         let loaded = half(at).and_then(|low| Ok(u128::from(low) | u128::from(half(at + 8)?) << 64));
@@ -130,7 +130,7 @@ impl Hypervisor for VcpuMachine {
 
     fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Refusal> {
         let half = |at: u64, value: u64| {
-            // SAFETY: as in `store`.
+            // SAFETY: as in `store`, the engine has translated the page of `at` for a write, and the access is guarded.
             unsafe { slat_guard::store(at as *mut u64, value) }
         };
         let stored = half(at, value as u64).and_then(|()| half(at + 8, (value >> 64) as u64));
@@ -144,7 +144,8 @@ impl Hypervisor for VcpuMachine {
         values: [u128; 2],
         order: Order,
     ) -> Result<u128, Refusal> {
-        // SAFETY: as in `store`. A word of 16 bytes is aligned.
+        // SAFETY: as in `store`, the engine has translated the page of `at` for a write, and the access is guarded. A
+        // word of 16 bytes is aligned.
         let found = fenced(order, || unsafe {
             slat_guard::compare_exchange_sized(at as *mut u8, size, values)
         });

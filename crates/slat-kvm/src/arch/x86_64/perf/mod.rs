@@ -58,7 +58,7 @@ struct Written<T> {
     has_failed: bool,
 }
 
-/// Adds code to a file. If the file cannot be written, prints a message and stops writing it.
+/// Adds code to a file. If the file cannot be written, prints a message, and writes nothing to the file any more.
 fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &CompiledCode<'_>) {
     let mut written = to.get().lock().unwrap_or_else(PoisonError::into_inner);
     if written.has_failed {
