@@ -1,12 +1,12 @@
-//! The reason why an access to memory fails: in stage 1, for which EL1 takes an abort, or in the machine below, for the
-//! embedder.
+//! Why an access to memory fails: either stage 1 refuses it, and EL1 takes an abort; or the machine below stage 1
+//! refuses it, and the embedder handles that.
 
 /// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Right {
     /// Reads data.
     Read,
-    /// Writes data, or reads it in order to write it.
+    /// Writes data, or reads data that is written next.
     Write,
     /// Fetches instructions.
     Execute,
@@ -19,13 +19,14 @@ pub struct Abort {
     pub address: u64,
     /// The fault status code: the kind of the fault, and its level. See [`status`].
     pub status: u8,
-    /// WnR: the access would have written, or was one of cache maintenance.
+    /// WnR: the refused access is a write, or belongs to a cache maintenance instruction.
     pub is_write: bool,
-    /// CM: the access was one of cache maintenance or address translation.
+    /// CM: the access belongs to a cache maintenance or address translation instruction.
     pub is_maintenance: bool,
 }
 
-/// Fault status codes (DDI 0487, ISS encoding for an exception from a Data Abort). A level is added to some.
+/// Fault status codes (DDI 0487, ISS encoding for an exception from a Data Abort). Where the comment says so, the level
+/// of the walk is added.
 pub mod status {
     /// Address size fault; a level is added.
     pub const ADDRESS_SIZE: u8 = 0b00_0000;
@@ -45,33 +46,34 @@ pub mod status {
     pub const DEBUG: u8 = 0b10_0010;
 }
 
-/// An access that the machine below stage 1 refuses. The embedder handles it. EL1 does not learn of it, unless the
-/// embedder lets EL1 take an abort ([`State::take_stop`](crate::State::take_stop)).
+/// An access that the machine below stage 1 refuses. The embedder handles it. EL1 does not see the failure, unless the
+/// embedder makes EL1 take an abort ([`State::take_stop`](crate::State::take_stop)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stage2<E> {
     /// The virtual address, for FAR_EL2.
     pub address: u64,
-    /// The intermediate physical address that is refused: of the access, or of the descriptor that a walk needs.
+    /// The intermediate physical address that the machine refuses: that of the access itself, or of a stage 1
+    /// descriptor that the walk reads or writes.
     pub ipa: u64,
-    /// The access that was refused. For a descriptor, that is the read of the descriptor, or the write of a flag into
-    /// it.
+    /// The right that was refused. If a stage 1 descriptor was refused: the read of the descriptor, or the write of a
+    /// flag into it.
     pub right: Right,
-    /// WnR: the instruction writes, or maintains a cache. It does not matter which of its accesses was refused.
+    /// WnR: the instruction writes or maintains a cache, whichever of its accesses was refused.
     pub is_write: bool,
-    /// S1PTW: the address is that of a stage 1 descriptor.
+    /// S1PTW: `ipa` is the address of a stage 1 descriptor.
     pub is_walk: bool,
     /// The access is a fetch.
     pub is_fetch: bool,
-    /// The level of that descriptor; 0 without a walk.
+    /// The level of the refused stage 1 descriptor; 0 if `is_walk` is false.
     pub level: u8,
-    /// CM: the access was one of cache maintenance or address translation.
+    /// CM: the access belongs to a cache maintenance or address translation instruction.
     pub is_maintenance: bool,
-    /// The embedder's reason.
+    /// Why the embedder's [`Hypervisor`](crate::Hypervisor) refused the access.
     pub reason: E,
 }
 
 impl<E> Stage2<E> {
-    /// Returns the synchronous External abort that EL1 takes if nothing answers at the address.
+    /// Returns the synchronous External abort that EL1 takes if no memory and no device is at the address.
     pub fn external(&self) -> Abort {
         Abort {
             address: self.address,
@@ -90,6 +92,6 @@ impl<E> Stage2<E> {
 pub enum Fault<E> {
     /// EL1 takes an abort.
     Stage1(Abort),
-    /// The machine below refuses.
+    /// The machine below stage 1 refuses the access.
     Stage2(Stage2<E>),
 }

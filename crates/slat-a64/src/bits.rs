@@ -1,4 +1,4 @@
-//! The fields of an instruction word, and numbers of a given width.
+//! Extracts fields of instruction words, and truncates or sign-extends numbers.
 
 /// Returns bits `high` to `low` of `word`.
 #[inline(always)]

@@ -1,5 +1,5 @@
 //! The caches of a processor: translations and decoded code. Also the debugger's probes: while a probe watches data,
-//! accesses to data do not use cached translations.
+//! data accesses do not use cached translations.
 
 use crate::code::Code;
 use crate::insn::SystemName;
@@ -12,14 +12,14 @@ use crate::tlb::Tlb;
 pub(crate) struct Caches {
     pub(crate) tlb: Tlb,
     pub(crate) code: Code,
-    /// Two counters by which compiled code learns that its remembered facts are out of date. The first one is raised
-    /// whenever translations or decoded code are dropped, the second one only when decoded code is dropped.
+    /// Compiled code compares two counters to learn whether what it remembers is out of date. `edition` rises whenever
+    /// translations or decoded code are dropped, `code_edition` only when decoded code is dropped.
     pub(crate) edition: u64,
     pub(crate) code_edition: u64,
     pub(crate) probes: Probes,
     /// ISR_EL1: the interrupts that are pending.
     pub(crate) pending: u64,
-    /// The invalidation by the last instruction that other processors have to carry out, too.
+    /// The invalidation by the last instruction, if other processors have to carry it out, too.
     pub(crate) shared: Option<Invalidation>,
 }
 
@@ -36,8 +36,8 @@ impl Caches {
         }
     }
 
-    /// Drops the translations or the code that an instruction invalidates. The instruction was executed here or on
-    /// another processor.
+    /// Drops the translations or the decoded code that a guest instruction invalidates. This processor or another one
+    /// executed the instruction.
     pub(crate) fn invalidate(&mut self, invalidation: Invalidation) {
         self.edition += 1;
         if matches!(invalidation, Invalidation::Code | Invalidation::CodeLine(_)) {
@@ -52,21 +52,23 @@ impl Caches {
         }
     }
 
-    /// Drops the translations that depend on a system register, which was written.
+    /// Drops the translations that depend on system register `name`. Call after a write of the register.
     pub(crate) fn register_written(&mut self, system: &Values, name: SystemName) {
         let is = |row: Row| row.register().name == name;
-        // The tables may change under their ASID with TLBI alone.
+        // While the ASID stays the same, nothing is dropped: a guest that changes the tables of an ASID must execute
+        // TLBI.
         if is(TTBR0) || is(TTBR1) || is(TCR) {
             self.edition += u64::from(self.tlb.switch(asid(system)));
         }
-        // Watchpoints, too: op0 of debug registers is 2.
+        // These registers change what a cached translation allows. So do the debug registers (op0 is 2): watched pages
+        // are not cached.
         if is(SCTLR) || is(TCR) || is(MAIR) || name.parts()[0] == 2 {
             self.tlb.flush();
             self.edition += 1;
         }
     }
 
-    /// Drops everything.
+    /// Drops all translations and all decoded code.
     pub(crate) fn flush(&mut self) {
         self.edition += 1;
         self.code_edition += 1;

@@ -1,4 +1,4 @@
-//! Decoded instructions, kept by the machine's address of their word.
+//! Caches decoded instructions by the address of their word in the machine's memory (see [`Page`](crate::Page)).
 //!
 //! As with an instruction cache, the guest and the embedder have to invalidate code that they have overwritten (the
 //! guest by IC IVAU or IC IALLU).
@@ -9,16 +9,16 @@ use alloc::vec::Vec;
 /// The number of decoded instructions that are kept: a power of two.
 const ENTRIES: usize = 16384;
 
-/// The size of a cache line, in bytes. CTR_EL0.IminLine contains its logarithm.
+/// The size of a cache line, in bytes. CTR_EL0.IminLine contains the logarithm of its number of words.
 pub(crate) const LINE: u64 = 64;
 
 /// An instruction, or `None` if it is UNDEFINED.
 pub(crate) type Decoded = Option<Insn>;
 
-/// The address that no instruction has: addresses are multiples of 4.
+/// The address in an empty entry. No instruction has it: their addresses are multiples of 4.
 const NOWHERE: u64 = 1;
 
-/// A decoded instruction, with its address in the machine.
+/// A decoded instruction, with the address of its word in the machine's memory.
 #[derive(Clone, Copy)]
 struct Entry {
     at: u64,
@@ -32,7 +32,7 @@ impl Entry {
     };
 }
 
-/// The place of a decoded instruction in [`Code`]. It is valid until an instruction is dropped or entered.
+/// The index of a decoded instruction in [`Code`]. It is valid until an instruction is dropped or entered.
 #[derive(Clone, Copy)]
 pub(crate) struct Place(usize);
 
@@ -52,21 +52,21 @@ impl Code {
         }
     }
 
-    /// Returns the place of the instruction at one of the machine's addresses, if it is known.
+    /// Returns the index of the decoded instruction whose word is at `at` in the machine's memory, if it is cached.
     #[inline(always)]
     pub(crate) fn find(&self, at: u64) -> Option<Place> {
         let place = index(at);
         (self.entries[place].at == at).then_some(Place(place))
     }
 
-    /// Returns the instruction at a place. The copy has the layout of the entry: a search that returns the instruction
-    /// itself would build another value, byte by byte, for each instruction that is executed.
+    /// Returns the instruction at `place`. `find` does not return the instruction itself, because that would build an
+    /// `Option<Decoded>` field by field for each executed instruction; this copy has the layout of the entry.
     #[inline(always)]
     pub(crate) fn get(&self, place: Place) -> Decoded {
         self.entries[place.0].decoded
     }
 
-    /// Enters an instruction, and returns its place.
+    /// Enters an instruction, and returns its index.
     pub(crate) fn enter(&mut self, at: u64, decoded: Decoded) -> Place {
         let place = index(at);
         self.entries[place] = Entry { at, decoded };
@@ -78,7 +78,7 @@ impl Code {
         self.entries.fill(Entry::NONE);
     }
 
-    /// Forgets the instructions of the line that contains an address.
+    /// Drops the decoded instructions of the cache line that contains `at`.
     pub(crate) fn drop_line(&mut self, at: u64) {
         let start = at & !(LINE - 1);
         for at in (start..=start + (LINE - 4)).step_by(4) {

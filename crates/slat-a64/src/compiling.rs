@@ -1,4 +1,4 @@
-//! A processor's compiler, as the embedder sets it.
+//! How the embedder sets up a processor's compiler.
 
 use crate::cpu::Cpu;
 use crate::jit::{Compile, Compiler};
@@ -10,13 +10,13 @@ impl Cpu {
         self.compiled.attach(compiler, compile);
     }
 
-    /// Lets compiled code access memory itself, and not by calls of the [`Hypervisor`](crate::Hypervisor).
+    /// Lets compiled code access memory itself, instead of calling the [`Hypervisor`](crate::Hypervisor).
     ///
     /// # Safety
     /// - [`Page::base`](crate::Page::base) of each page that a [`Hypervisor`](crate::Hypervisor) gives this processor
     ///   is an address of the host. Until [`forget_pages`](Self::forget_pages) is called, compiled code makes guarded
-    ///   accesses to the page there (`slat_guard`): loads, and stores if the page may be written. So no Rust object is
-    ///   there, and other users of the memory expect this at any time.
+    ///   accesses to the page at this address (`slat_guard`): loads, and stores if the page may be written. So no Rust
+    ///   object is in that memory, and its other users expect such accesses at any time.
     /// - `slat_guard::install` was called.
     pub unsafe fn access_directly(&mut self) {
         self.compiled.is_direct = true;

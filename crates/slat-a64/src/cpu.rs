@@ -1,5 +1,5 @@
-//! A processor with its translations: executes at EL0 and EL1, and takes EL1's exceptions, until its embedder is
-//! needed.
+//! A processor with its translations. It executes guest code at EL0 and EL1, and takes EL1's exceptions, until the
+//! embedder has to act.
 
 use crate::abort::{Fault, Stage2, status};
 use crate::caches::Caches;
@@ -19,16 +19,17 @@ use crate::syndrome::Syndrome;
 use crate::tier::Exception;
 use alloc::vec::Vec;
 
-/// The number of instructions and exceptions after which the processor asks for its machine's attention.
+/// The number of instructions and exceptions after which the processor calls [`Hypervisor::attention`].
 const POLLED: u64 = 64;
 
-/// The greatest number of instructions that compiled code executes before the processor asks.
+/// The greatest number of instructions that compiled code executes before the processor calls
+/// [`Hypervisor::attention`].
 const COMPILED_POLLED: u64 = 4096;
 
 /// The reason why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave<E> {
-    /// The given number of instructions was executed.
+    /// The processor has executed as many instructions as the caller allowed.
     Limit,
     /// [`Hypervisor::attention`] is raised.
     Attention,
@@ -38,19 +39,19 @@ pub enum Leave<E> {
     Hvc(u16),
     /// The processor has executed SMC with this immediate. The program counter is after it.
     Smc(u16),
-    /// A debug exception that a debugger outside of the guest takes ([`State::debugger`]). The program counter is the
-    /// instruction's address, or that of the next one after software step.
+    /// A debug exception for a debugger outside of the guest ([`State::debugger`]). The program counter is the address
+    /// of the instruction; after software step, of the next instruction.
     Debug(Debug),
     /// The machine below has refused an access. The instruction has changed nothing, and the program counter is its
-    /// address: a run executes the instruction again, and [`Syndrome::complete`] completes it instead.
+    /// address. The next run executes the instruction again, unless [`Syndrome::complete`] has completed it.
     Stage2 {
-        /// The access.
+        /// The refused access.
         fault: Stage2<E>,
-        /// The access of the instruction, if the instruction transfers one general register and does nothing else.
+        /// What the instruction transfers, if it only transfers one general register.
         syndrome: Option<Syndrome>,
     },
-    /// The processor has invalidated translations or code. The other processors must drop these, too, before this
-    /// processor goes on ([`Cpu::invalidate`]).
+    /// The processor has invalidated translations or code. The embedder must have the other processors drop these, too
+    /// ([`Cpu::invalidate`]), before this processor runs again.
     Invalidated(Invalidation),
 }
 
@@ -74,19 +75,19 @@ impl Pending {
 
 /// A processor.
 pub struct Cpu {
-    /// The registers. After a change of system registers by other means than [`Cpu::set_system`], call
-    /// [`Cpu::forget_pages`].
+    /// The registers. After changing system registers without [`Cpu::set_system`], call [`Cpu::forget_pages`].
     pub state: State,
     /// The interrupts that are pending. The embedder sets them between runs.
     pub pending: Pending,
     caches: Caches,
     pub(crate) compiled: Compiled,
-    /// Software step has executed an instruction: its exception is next. Whether the instruction was an exclusive load.
+    /// `Some` after software step has executed an instruction: its exception is next. The value says whether the
+    /// instruction was an exclusive load.
     stepped: Option<bool>,
 }
 
 impl Cpu {
-    /// Makes a processor with a state.
+    /// Makes a processor with the registers in `state`.
     pub fn new(state: State) -> Self {
         Self {
             state,
@@ -97,16 +98,15 @@ impl Cpu {
         }
     }
 
-    /// Sets the bits of a system register that can be written, for the embedder. Returns whether the processor holds
-    /// the register.
+    /// Sets the writable bits of a system register, for the embedder. Returns whether the processor holds the register.
     pub fn set_system(&mut self, name: SystemName, value: u64) -> bool {
         let is_held = self.state.set_system(name, value);
         self.caches.register_written(&self.state.system, name);
         is_held
     }
 
-    /// Drops all pages, and the code in them. Call before the memory behind a page changes, or may not be accessed any
-    /// more.
+    /// Drops all pages, and the decoded code in them. Call before the memory that backs a page changes, or before
+    /// accesses to it are forbidden.
     pub fn forget_pages(&mut self) {
         self.caches.flush();
     }
@@ -116,8 +116,9 @@ impl Cpu {
         self.caches.invalidate(invalidation);
     }
 
-    /// Returns the intermediate physical address at which EL1 would read an address, for a debugger: the flags of the
-    /// tables stay as they are. `None`: the address is not mapped, or the machine below has no such table.
+    /// Translates `address` with EL1's rights to read, for a debugger: returns the intermediate physical address, and
+    /// changes no flags in the translation tables. `None`: the address is not mapped, or the machine below has no
+    /// memory for a table.
     pub fn translate<H: Hypervisor>(&self, below: &mut H, address: u64) -> Option<u64> {
         peek(&self.state, below, address)
     }
@@ -128,8 +129,8 @@ impl Cpu {
         self.caches.flush();
     }
 
-    /// Returns the index of the probe that the guest has accessed since the last call, and the address. A device's
-    /// access meets no probe.
+    /// Returns the index of the probe that the guest has hit since the last call, and the address. Accesses to devices
+    /// hit no probe.
     pub fn take_probe_hit(&mut self) -> Option<(usize, u64)> {
         self.caches.probes.take()
     }
@@ -139,7 +140,7 @@ impl Cpu {
         self.compiled.instructions
     }
 
-    /// Returns the pending interrupt that is taken next: PSTATE does not mask it.
+    /// Returns the pending interrupt that PSTATE does not mask and that is taken first.
     fn interrupt(&self) -> Option<Interrupt> {
         let pending = self.pending;
         let fiq = pending.fiq.then_some(Interrupt::Fiq);
@@ -149,8 +150,8 @@ impl Cpu {
         taken.find(|interrupt| !self.state.masks(*interrupt))
     }
 
-    /// Takes an interrupt, unless the machine asks for attention: since the embedder set [`Cpu::pending`], an access of
-    /// the processor may have ended the interrupt, for example the read that acknowledges it.
+    /// Takes an interrupt, unless the machine asks for attention: after the embedder set [`Cpu::pending`], an access by
+    /// the processor, such as the read that acknowledges the interrupt, may have ended it.
     #[cold]
     fn take_pending<H: Hypervisor>(
         &mut self,
@@ -169,18 +170,19 @@ impl Cpu {
         None
     }
 
-    /// Executes instructions, at most `limit`, and takes EL1's exceptions, until the embedder is needed.
+    /// Executes at most `limit` instructions, and takes EL1's exceptions, until the embedder has to act.
     pub fn run<H: Hypervisor>(&mut self, below: &mut H, limit: u64) -> Leave<H::Fault> {
         self.caches.pending = self.pending.bits();
         let mut done = 0;
-        // Whether compiled code may begin here: at the beginning of a run, after a jump, and after an instruction that
-        // it has left to the interpreter.
+        // Whether compiled code may begin at this instruction: at the beginning of a run, after a jump, and after an
+        // instruction that compiled code left to the interpreter.
         let mut may_enter = true;
         while done < limit {
             if may_enter && self.compiled.is_attached() {
                 let ran = self.run_compiled(below, (limit - done).min(COMPILED_POLLED));
                 done += ran.instructions;
-                // Also if no instruction was executed: a look-up, or the first access, may have waited.
+                // Ask even if no instruction was executed: the machine may have waited in the look-up or the first
+                // access.
                 if below.attention() {
                     return Leave::Attention;
                 }
@@ -198,7 +200,8 @@ impl Cpu {
             }
             done += 1;
             may_enter |= self.state.pc != pc.wrapping_add(4);
-            // Also exceptions count: those of vectors that cannot be fetched follow one another without end.
+            // `done` counts exceptions, too: if the vectors cannot be fetched, exceptions follow one another without
+            // end.
             if done % POLLED == 0 && below.attention() {
                 return Leave::Attention;
             }
@@ -206,8 +209,8 @@ impl Cpu {
         Leave::Limit
     }
 
-    /// Runs compiled code for at most `budget` instructions, if the next thing to do is to execute an instruction, and
-    /// no debug exception can come before or after it.
+    /// Runs compiled code for at most `budget` instructions. Runs nothing if an interrupt, another exception or a debug
+    /// exception may come first.
     fn run_compiled<H: Hypervisor>(&mut self, below: &mut H, budget: u64) -> Ran {
         let is_interrupted = || self.pending != Pending::default() && self.interrupt().is_some();
         if self.stepped.is_some()
@@ -222,7 +225,7 @@ impl Cpu {
             .run(&mut self.state, &mut self.caches, below, budget)
     }
 
-    /// Takes an exception, or executes an instruction. `None`: go on.
+    /// Takes an exception, or executes an instruction. Returns `None` if the run goes on.
     #[inline(always)]
     fn step<H: Hypervisor>(&mut self, below: &mut H) -> Option<Leave<H::Fault>> {
         if self.pending != Pending::default()
@@ -271,7 +274,7 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Finishes an instruction that was executed. `None`: the run goes on.
+    /// Handles the result of an executed instruction. Returns `None` if the run goes on.
     #[inline(always)]
     fn went<E>(&mut self, went: Went<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         match went {
@@ -285,7 +288,7 @@ impl Cpu {
         }
     }
 
-    /// Executes an instruction, after which software step's exception is due.
+    /// Executes one instruction for software step, and marks the step's exception as due.
     #[cold]
     fn step_once<H: Hypervisor>(
         &mut self,
@@ -299,7 +302,7 @@ impl Cpu {
         let went = one(&mut self.state, &mut mmu, &insn);
         let is_done = !matches!(went, Went::Out(Exit::Stop(_)));
         if is_done {
-            // An exception return has set PSTATE.SS, which is the guest's.
+            // ERET has loaded the guest's PSTATE.SS from SPSR, and it must not be cleared here.
             if insn != Some(Insn::Eret) || self.state.debugger.is_some() {
                 self.state.end_step();
             }
@@ -308,11 +311,11 @@ impl Cpu {
         self.went(went, insn)
     }
 
-    /// Finishes an instruction that has ended early: takes its exception, or ends the run.
+    /// Handles an instruction that has ended early: takes its exception, or ends the run.
     #[cold]
     fn stopped<E>(&mut self, stop: Stop<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         let stop = match stop {
-            // At EL0 the calls are UNDEFINED.
+            // At EL0, HVC and SMC are UNDEFINED.
             Stop::Exception(Exception::Hvc(immediate)) if self.state.pstate().el1 => {
                 self.pass_call();
                 return Some(Leave::Hvc(immediate));
@@ -336,7 +339,7 @@ impl Cpu {
         None
     }
 
-    /// Takes a debug exception, or leaves with it.
+    /// Takes a debug exception, or ends the run with it if there is a debugger outside of the guest.
     #[cold]
     fn debug<E>(&mut self, debug: Debug) -> Option<Leave<E>> {
         if self.state.leaves_to_debugger() {
@@ -346,7 +349,7 @@ impl Cpu {
         None
     }
 
-    /// Goes on after a call, which may be the instruction that software step executes.
+    /// Advances after HVC or SMC. If software step executed the call, the step's exception is due.
     fn pass_call(&mut self) {
         if self.state.may_debug() && self.state.steps() {
             self.stepped = Some(false);

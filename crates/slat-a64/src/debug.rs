@@ -9,21 +9,23 @@ use crate::registers::{
 };
 use crate::state::State;
 
-/// Fields of DBGBCR_EL1 and DBGWCR_EL1: E; the exception levels (PMC, PAC); SSC; the linked breakpoint; the type.
+/// Fields of DBGBCR_EL1 and DBGWCR_EL1, in this order: E; the exception levels (PMC, PAC); SSC; the linked breakpoint
+/// (LBN); the type (BT).
 const ENABLED: u64 = 1 << 0;
 const FOR_EL1: u64 = 1 << 1;
 const FOR_EL0: u64 = 1 << 2;
 const SSC_SHIFT: u32 = 14;
-/// SSC: in Secure state alone, in which this processor never is.
+/// SSC: match in Secure state only. This processor is never in Secure state.
 const SECURE_ALONE: u64 = 2;
 const LINKED_SHIFT: u32 = 16;
 const TYPE_SHIFT: u32 = 20;
-/// The types of breakpoints that exist: of an address, or of CONTEXTIDR_EL1, alone or linked.
+/// The supported breakpoint types: of an address, or of CONTEXTIDR_EL1, each unlinked or linked.
 const ADDRESS: u64 = 0;
 const LINKED_ADDRESS: u64 = 1;
 const CONTEXT: u64 = 2;
 const LINKED_CONTEXT: u64 = 3;
-/// DBGWCR_EL1: loads, stores, the watched bytes, WT, and the number of ignored bits.
+/// Fields of DBGWCR_EL1, in this order: loads, stores (LSC), the watched bytes (BAS), WT, and the number of ignored
+/// address bits (MASK).
 const LOADS: u64 = 1 << 3;
 const STORES: u64 = 1 << 4;
 const BAS_SHIFT: u32 = 5;
@@ -32,27 +34,27 @@ const MASK_SHIFT: u32 = 24;
 /// The number of bits that addresses in debug registers have.
 const ADDRESS_BITS: u32 = 49;
 
-/// Returns the address that debug registers hold for an address: without the upper bits, which they do not have.
+/// Returns `address` as a debug register would hold it: sign-extended from its 49 bits.
 fn comparable(address: u64) -> u64 {
     sign_extend(address, ADDRESS_BITS)
 }
 
-/// An access that watchpoints look at.
+/// An access to compare with the watchpoints.
 #[derive(Clone, Copy)]
 pub(crate) struct Watched {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) right: Right,
-    /// The access reads, and writes.
+    /// The access reads and writes, as one atomic operation.
     pub(crate) is_atomic: bool,
     /// The access has the rights of EL0.
     pub(crate) for_el0: bool,
 }
 
 impl State {
-    /// Whether debug exceptions are generated at a level with this mask (AArch64.GenerateDebugExceptionsFrom). From a
-    /// lower level than the one that takes them, they always are. The lock is the guest's, and does not stop a
-    /// debugger.
+    /// Whether debug exceptions are generated in state `pstate` (AArch64.GenerateDebugExceptionsFrom). They always are
+    /// at EL0, and at EL1 only if MDSCR_EL1.KDE is set and PSTATE.D is clear. The OS lock stops the guest's debug
+    /// exceptions, but not those of a debugger outside of the guest.
     fn debugs_in(&self, pstate: Pstate) -> bool {
         let has_kernel = self.system.get(MDSCR) & MDSCR_KDE != 0;
         let is_masked = pstate.daif & MASK_DEBUG != 0;
@@ -60,12 +62,12 @@ impl State {
         self.debugger.is_some() || !is_locked && (!pstate.el1 || has_kernel && !is_masked)
     }
 
-    /// Whether breakpoints and watchpoints are in use.
+    /// Whether breakpoints and watchpoints are enabled.
     fn monitors(&self) -> bool {
         self.debugger.is_some() || self.system.get(MDSCR) & MDSCR_MDE != 0
     }
 
-    /// Returns the value and the control of a breakpoint, which is the debugger's or the guest's.
+    /// Returns the value and the control of breakpoint `n`: the debugger's if there is one, else the guest's.
     fn breakpoint(&self, n: usize) -> [u64; 2] {
         match &self.debugger {
             Some(debugger) => debugger.breakpoint(n),
@@ -73,7 +75,7 @@ impl State {
         }
     }
 
-    /// Like [`breakpoint`](Self::breakpoint), for a watchpoint.
+    /// Like [`breakpoint`](Self::breakpoint), but returns those of watchpoint `n`.
     fn watchpoint_registers(&self, n: usize) -> [u64; 2] {
         match &self.debugger {
             Some(debugger) => debugger.watchpoint(n),
@@ -81,14 +83,14 @@ impl State {
         }
     }
 
-    /// Whether software step, breakpoints or watchpoints are in use at all.
+    /// Whether software step, breakpoints or watchpoints are enabled.
     #[inline(always)]
     pub(crate) fn may_debug(&self) -> bool {
         self.debugger.is_some() || self.system.get(MDSCR) & (MDSCR_SS | MDSCR_MDE) != 0
     }
 
-    /// Whether software step is active. [`is_step_due`](Self::is_step_due) says whether an instruction is executed
-    /// before its exception.
+    /// Whether software step is active. Then [`is_step_due`](Self::is_step_due) says whether its exception is next, or
+    /// an instruction.
     pub(crate) fn steps(&self) -> bool {
         match &self.debugger {
             Some(debugger) => debugger.steps(),
@@ -96,7 +98,7 @@ impl State {
         }
     }
 
-    /// Returns PSTATE.SS after a return from an exception to `to`, from SPSR_EL1.SS (DebugExceptionReturnSS).
+    /// Returns PSTATE.SS after an exception return to `to`; `is_set` is SPSR_EL1.SS (DebugExceptionReturnSS).
     pub(crate) fn returned_step(&self, to: Pstate, is_set: bool) -> bool {
         is_set
             && self.system.get(MDSCR) & MDSCR_SS != 0
@@ -104,13 +106,13 @@ impl State {
             && self.debugs_in(to)
     }
 
-    /// Whether the fields about level and security state match (AArch64.StateMatch).
+    /// Whether the exception level and security fields of `control` match (AArch64.StateMatch).
     fn matches_state(&self, control: u64, for_el0: bool) -> bool {
         let who = if for_el0 { FOR_EL0 } else { FOR_EL1 };
         control & ENABLED != 0 && control & who != 0 && control >> SSC_SHIFT & 3 != SECURE_ALONE
     }
 
-    /// Whether a breakpoint is one of contexts, and its context is the current one.
+    /// Whether breakpoint `n` is an enabled context breakpoint of type `kind`, and its value equals CONTEXTIDR_EL1.
     fn matches_context(&self, n: usize, kind: u64) -> bool {
         if !(BREAKPOINTS - CONTEXT_BREAKPOINTS..BREAKPOINTS).contains(&n) {
             return false;
@@ -140,12 +142,12 @@ impl State {
         })
     }
 
-    /// Whether a watchpoint may match some access, now or at another level.
+    /// Whether any watchpoint is enabled, even if no access at the current exception level can match it.
     pub(crate) fn watches(&self) -> bool {
         self.monitors() && (0..WATCHPOINTS).any(|n| self.watchpoint_registers(n)[1] & ENABLED != 0)
     }
 
-    /// Returns the exception of an access that a watchpoint matches.
+    /// Returns the abort to raise if `access` matches a watchpoint.
     pub(crate) fn watchpoint(&self, access: &Watched) -> Option<Abort> {
         if !self.watches() || !self.debugs_in(self.pstate) {
             return None;
@@ -175,7 +177,7 @@ impl State {
         })
     }
 
-    /// Call after an instruction or an exception: if it was the step of software step, the step's exception is next.
+    /// Call after an instruction or an exception. If software step is active, its exception is next.
     pub(crate) fn end_step(&mut self) {
         match &mut self.debugger {
             Some(debugger) => debugger.end_step(),
@@ -183,7 +185,7 @@ impl State {
         }
     }
 
-    /// Whether the exception of software step, which is active, is next.
+    /// Whether software step's exception is next. Call only if software step is active.
     pub(crate) fn is_step_due(&self) -> bool {
         match &self.debugger {
             Some(debugger) => debugger.is_due,
@@ -191,7 +193,8 @@ impl State {
         }
     }
 
-    /// Call before a debug exception. Returns whether the debugger takes the exception. Then the next step begins.
+    /// Call before a debug exception. Returns whether a debugger outside of the guest takes it; then the next step
+    /// begins.
     pub(crate) fn leaves_to_debugger(&mut self) -> bool {
         match &mut self.debugger {
             Some(debugger) => {
@@ -202,14 +205,14 @@ impl State {
         }
     }
 
-    /// Goes on after the instruction at the program counter, which the embedder has carried out.
+    /// Skips the instruction at the program counter. Call after the embedder has carried out the instruction.
     pub fn skip(&mut self) {
         self.pc = self.pc.wrapping_add(4);
         self.end_step();
     }
 }
 
-/// Returns the address of the first byte of an access that a watchpoint watches.
+/// Returns the address of the first byte of `access` that the watchpoint watches.
 fn watched_bytes(value: u64, control: u64, access: &Watched) -> Option<u64> {
     let value = comparable(value);
     let mask = (control >> MASK_SHIFT & 31) as u32;
@@ -220,7 +223,7 @@ fn watched_bytes(value: u64, control: u64, access: &Watched) -> Option<u64> {
             if mask >= 3 {
                 return (at ^ value) >> mask == 0;
             }
-            // The bytes are those of the doubleword, or of the upper word if the address is in the upper word.
+            // BAS selects bytes of the doubleword at `value`; if bit 2 of `value` is set, of the word at `value` alone.
             let is_upper = value & 4 != 0;
             let select = control >> BAS_SHIFT & if is_upper { 0xf } else { 0xff };
             let start = value & !3;

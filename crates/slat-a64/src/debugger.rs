@@ -2,24 +2,24 @@
 
 use crate::registers::{BREAKPOINTS, WATCHPOINTS};
 
-/// The breakpoints, watchpoints and steps of a debugger outside of the guest.
+/// The breakpoints, watchpoints and single steps of a debugger outside of the guest.
 ///
 /// While a processor has a debugger, the guest's own breakpoints, watchpoints and software step have no effect. The
-/// guest reads and writes its debug registers as before. Debug exceptions and BRK end the run
-/// ([`Leave::Debug`](crate::Leave::Debug)) at both levels, even if PSTATE masks debug exceptions.
+/// guest still reads and writes its debug registers. Debug exceptions and BRK end the run
+/// ([`Leave::Debug`](crate::Leave::Debug)) at EL0 and EL1, even if PSTATE masks debug exceptions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
-    /// Whether a run leaves after each instruction, and after each exception that the guest takes.
+    /// Whether a run ends after each instruction, and after each exception that the guest takes.
     steps: bool,
     breakpoints: [[u64; 2]; BREAKPOINTS],
     watchpoints: [[u64; 2]; WATCHPOINTS],
-    /// The step's exception is next: the instruction of the step is done.
+    /// The single-stepped instruction was executed; the step's exception is next.
     pub(crate) is_due: bool,
 }
 
 impl Debugger {
     /// Makes a debugger from the values and the controls of its breakpoints and watchpoints, which have the formats of
-    /// DBGBVR, DBGBCR, DBGWVR and DBGWCR. `steps`: a run leaves after each instruction.
+    /// DBGBVR, DBGBCR, DBGWVR and DBGWCR. `steps`: whether a run ends after each instruction.
     pub fn new(
         steps: bool,
         breakpoints: [[u64; 2]; BREAKPOINTS],
@@ -33,12 +33,12 @@ impl Debugger {
         }
     }
 
-    /// Whether a run leaves after each instruction.
+    /// Whether a run ends after each instruction.
     pub(crate) fn steps(&self) -> bool {
         self.steps
     }
 
-    /// Ends the step, if this debugger steps: its exception is next.
+    /// Marks the step's exception as next, if this debugger steps.
     pub(crate) fn end_step(&mut self) {
         self.is_due = self.steps;
     }

@@ -1,4 +1,4 @@
-//! Exceptions: their syndromes, their delivery to EL1, and interrupts (DDI 0487, D1.3 and D17.2.37).
+//! Exceptions (DDI 0487, D1.3 and D17.2.37): their syndromes and their delivery to EL1. Also interrupts.
 
 use crate::abort::{Abort, status};
 use crate::insn::{Hint, SystemName};
@@ -36,22 +36,22 @@ mod class {
     pub(super) const WATCHPOINT: u32 = 0x34;
     pub(super) const BRK: u32 = 0x3c;
 }
-/// This value is added to the class of an abort that EL1 itself has caused.
+/// Added to the class of an abort that comes from EL1 itself.
 const SAME_LEVEL: u32 = 1;
 
 const CLASS_SHIFT: u32 = 26;
 /// Syndrome bit: the instruction has 32 bits.
 const IL: u32 = 1 << 25;
-/// The condition field of the syndrome of a trapped instruction: the field is valid, and the condition is "always".
+/// The condition field of a trapped instruction's syndrome: CV is set, and the condition is "always".
 const CONDITION: u32 = 0b1_1110 << 20;
 const WRITE: u32 = 1 << 6;
 const MAINTENANCE: u32 = 1 << 8;
-/// Software step's ISV and EX.
+/// ISV and EX of the software step syndrome: an instruction was stepped; it was an exclusive load.
 const STEPPED: u32 = 1 << 24;
 const STEPPED_EXCLUSIVE: u32 = 1 << 6;
 
-/// The offsets of exception vectors: one part for the source level and stack pointer, one part for the kind of
-/// exception.
+/// The offset of an exception vector is the sum of two parts: one for the source level and stack pointer, one for the
+/// kind of exception.
 const FROM_OWN_STACK: u64 = 0x200;
 const FROM_EL0: u64 = 0x400;
 const SYNCHRONOUS: u64 = 0x000;
@@ -70,7 +70,7 @@ fn access(name: SystemName, rt: u8, reads: bool) -> u32 {
 pub struct Debug {
     class: u32,
     details: u32,
-    /// The address of the access that a watchpoint has matched.
+    /// The address of the access that a watchpoint has matched. `None`: this is no watchpoint's exception.
     pub address: Option<u64>,
 }
 
@@ -81,7 +81,8 @@ impl Debug {
         address: None,
     };
 
-    /// Makes software step's exception. `stepped`: an instruction was executed, and it was an exclusive load or not.
+    /// Makes software step's exception. `stepped`: whether the stepped instruction was an exclusive load; `None` if no
+    /// instruction was stepped.
     pub(crate) fn step(stepped: Option<bool>) -> Self {
         let details = match stepped {
             None => 0,
@@ -116,12 +117,12 @@ impl Debug {
         self.class == class::BRK
     }
 
-    /// Returns the exception class (ESR_EL2.EC) of the exception if it comes from a lower level.
+    /// Returns the exception class (ESR_EL2.EC) that EL2 would see if the exception came from a lower level.
     pub fn class(&self) -> u32 {
         self.class
     }
 
-    /// Returns ESR_EL2 of the exception if it comes from a lower level.
+    /// Returns the ESR_EL2 that EL2 would see if the exception came from a lower level.
     pub fn esr(&self) -> u32 {
         self.class << CLASS_SHIFT | IL | self.details
     }
@@ -170,9 +171,9 @@ impl State {
         );
     }
 
-    /// Takes the exception that has ended an instruction. The program counter is the address of that instruction.
+    /// Takes the exception that has ended the instruction at the program counter.
     ///
-    /// HVC and SMC count as UNDEFINED here. A caller that serves HVC or SMC does not call this function for them.
+    /// HVC and SMC are UNDEFINED here: callers that implement them must handle them instead of calling this function.
     pub fn take_exception(&mut self, exception: Exception) {
         let pc = self.pc;
         match exception {
@@ -180,7 +181,7 @@ impl State {
                 self.take_synchronous(class::UNKNOWN, 0, pc);
             }
             Exception::Svc(immediate) => {
-                // The call is the instruction that software step has executed.
+                // Software step counts SVC as its executed instruction.
                 self.end_step();
                 self.take_synchronous(class::SVC, immediate.into(), pc.wrapping_add(4));
             }
@@ -239,19 +240,19 @@ impl State {
         self.take_synchronous(debug.class + same, debug.details, self.pc);
     }
 
-    /// Returns the number that is added to the class of an exception that has two classes: 0 if the exception comes
-    /// from EL0, and 1 if it comes from EL1 itself.
+    /// Returns 0 if an exception comes from EL0, and 1 if it comes from EL1: the number to add to the class of an
+    /// exception that has a class for each.
     fn same_level(&self) -> u32 {
         if self.pstate.el1 { SAME_LEVEL } else { 0 }
     }
 
-    /// Takes the exception of a program counter that is no multiple of 4.
+    /// Takes the exception for a program counter that is not a multiple of 4.
     pub fn take_misaligned_fetch(&mut self) {
         self.system.set(FAR, self.pc);
         self.take_synchronous(class::MISALIGNED_PC, 0, self.pc);
     }
 
-    /// Whether PSTATE masks an interrupt. The masks of DAIF have the same effect at EL0 as at EL1.
+    /// Whether PSTATE masks an interrupt. PSTATE.DAIF masks at EL0 as at EL1.
     pub(crate) fn masks(&self, interrupt: Interrupt) -> bool {
         let mask = match interrupt {
             Interrupt::Irq => MASK_IRQ,

@@ -1,8 +1,8 @@
 //! Decoded instructions.
 //!
 //! An [`Insn`] describes an instruction and its operands. Instructions that differ only in the form of an operand are
-//! one variant: an addition has an [`Operand`], an access an [`Address`]. Register number 31 is the zero register, or
-//! the stack pointer if the variant says so.
+//! one variant: an addition has an [`Operand`], an access an [`Address`]. Register number 31 is the zero register,
+//! unless the variant says that it is the stack pointer.
 
 use crate::simd::Simd;
 use crate::width::Width;
@@ -40,9 +40,9 @@ pub(crate) enum Logic {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MoveWide {
-    /// MOVN and MOVZ: the register becomes the value.
+    /// MOVN and MOVZ: the register becomes the whole value.
     Set,
-    /// MOVK: the 16 bits at the shift become the value.
+    /// MOVK: the 16 bits at `shift` become the value; the other bits stay.
     Keep { shift: u8 },
 }
 
@@ -56,7 +56,7 @@ pub(crate) enum Bitfield {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OneSource {
     Rbit,
-    /// REV16, REV32, REV: reverses the bytes in each group of this number of bits.
+    /// REV16, REV32, REV: reverses the bytes within each group of this many bits.
     Rev {
         bits: u8,
     },
@@ -69,7 +69,7 @@ pub(crate) enum TwoSource {
     Udiv,
     Sdiv,
     Shift(Shift),
-    /// CRC32 and CRC32C of this number of bits.
+    /// CRC32 and CRC32C of this many bits.
     Crc {
         bits: u8,
         castagnoli: bool,
@@ -91,7 +91,7 @@ pub(crate) enum ThreeSource {
     },
 }
 
-/// CSEL, CSINC, CSINV, CSNEG: the change to the second operand.
+/// CSEL, CSINC, CSINV, CSNEG: what happens to the second operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Otherwise {
     Same,
@@ -107,12 +107,12 @@ pub(crate) enum Address {
         rn: u8,
         offset: i32,
     },
-    /// The base becomes the address.
+    /// Pre-index: the base register becomes the accessed address.
     Pre {
         rn: u8,
         offset: i32,
     },
-    /// The base is the address, and the offset is added to the base.
+    /// Post-index: the base register is the accessed address, and the offset is added to it afterwards.
     Post {
         rn: u8,
         offset: i32,
@@ -122,13 +122,13 @@ pub(crate) enum Address {
         rm: u8,
         extend: Extend,
     },
-    /// An offset from the instruction.
+    /// An offset from the instruction's address.
     Literal {
         offset: i32,
     },
 }
 
-/// The base register of structure accesses, and the value that is added to the base afterwards.
+/// The base register of structure accesses, and the value that is added to the base after the access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Base {
     pub(crate) rn: u8,
@@ -138,12 +138,12 @@ pub(crate) struct Base {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum After {
     Nothing,
-    /// The number of bytes accessed.
+    /// The added value is the number of bytes accessed.
     Bytes,
     Register(u8),
 }
 
-/// Ordering of an access with others (DDI 0487, B2.3).
+/// How an access is ordered with other accesses (DDI 0487, B2.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Order {
     /// Load-acquire, or load-acquirePC: later accesses happen after this access.
@@ -152,7 +152,7 @@ pub struct Order {
     pub release: bool,
 }
 
-/// The extension of a loaded value for an integer register.
+/// How a loaded value is extended to fill an integer register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loaded {
     ZeroExtended,
@@ -196,14 +196,14 @@ pub enum Hint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Barrier {
-    /// DMB and DSB. Some of them order only some kinds of accesses; a full fence serves all of them.
+    /// DMB and DSB. Some of them order only some kinds of accesses; they are executed as full fences, too.
     Memory,
     Isb,
     /// SB: no later instruction is executed speculatively.
     Speculation,
 }
 
-/// The name of a system register or system instruction: op0, op1, CRn, CRm, op2, in 16 bits as in MRS.
+/// The name of a system register or system instruction: op0, op1, CRn, CRm, op2, packed into 16 bits as in MRS.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SystemName(pub u16);
 
@@ -246,7 +246,7 @@ pub(crate) enum Insn {
         page: bool,
         offset: i32,
     },
-    /// ADD, SUB, ADDS, SUBS. `sp` says whether rd, and whether rn, may be the stack pointer.
+    /// ADD, SUB, ADDS, SUBS. `sp` says for rd and for rn whether number 31 is the stack pointer.
     AddSub {
         width: Width,
         subtracts: bool,
@@ -265,7 +265,8 @@ pub(crate) enum Insn {
         rn: u8,
         rm: u8,
     },
-    /// AND, ORR, EOR, ANDS, and their forms with an inverted operand. `sp` says whether rd may be the stack pointer.
+    /// AND, ORR, EOR, ANDS, and their forms with an inverted operand. `sp` says whether number 31 as rd is the stack
+    /// pointer.
     Logic {
         width: Width,
         op: Logic,
@@ -391,7 +392,7 @@ pub(crate) enum Insn {
     /// CLREX.
     ClearExclusive,
     Barrier(Barrier),
-    /// MSR of an immediate to a field of PSTATE.
+    /// MSR (immediate): writes a field of PSTATE.
     SetPstate {
         op1: u8,
         op2: u8,
@@ -405,14 +406,14 @@ pub(crate) enum Insn {
         name: SystemName,
         rt: u8,
     },
-    /// SYS, and SYSL if it `reads`.
+    /// SYS, or SYSL if `reads` is set.
     SystemInstruction {
         name: SystemName,
         rt: u8,
         reads: bool,
     },
 
-    /// One register. The size is the logarithm of the number of bytes.
+    /// A load or store of one register. The size is the logarithm of the number of bytes.
     Access {
         transfer: Transfer,
         size: u8,
@@ -420,7 +421,7 @@ pub(crate) enum Insn {
         rt: u8,
         unprivileged: bool,
     },
-    /// Two registers.
+    /// A load or store of two registers.
     Pair {
         transfer: Transfer,
         size: u8,
@@ -428,7 +429,7 @@ pub(crate) enum Insn {
         rt: u8,
         rt2: u8,
     },
-    /// PRFM: no effect.
+    /// PRFM, which has no effect here.
     Prefetch,
     /// LDAR, STLR, LDLAR, STLLR, LDAPR, LDAPUR, STLUR.
     Ordered {
@@ -485,7 +486,7 @@ pub(crate) enum Insn {
         base: Base,
         rt: u8,
     },
-    /// LD1 to LD4 and ST1 to ST4 of one lane of each of `elements` registers.
+    /// LD1 to LD4 and ST1 to ST4 of one lane in each of `elements` registers.
     Lane {
         loads: bool,
         size: u8,
@@ -494,7 +495,7 @@ pub(crate) enum Insn {
         base: Base,
         rt: u8,
     },
-    /// LD1R to LD4R: the loaded elements go to all lanes.
+    /// LD1R to LD4R: each loaded element is copied to all lanes of its register.
     Replicate {
         size: u8,
         full: bool,
@@ -505,7 +506,7 @@ pub(crate) enum Insn {
 }
 
 impl Insn {
-    /// Whether CPACR_EL1 can trap the instruction for another reason than an access to FPCR or FPSR.
+    /// Whether CPACR_EL1 can trap the instruction, other than as an access to FPCR or FPSR.
     #[inline(always)]
     pub(crate) fn uses_vectors(&self) -> bool {
         match self {

@@ -1,11 +1,11 @@
-//! A processor without a compiler, in place of `jit`: there is no compiled code.
+//! Replaces module `jit` in builds without a compiler: there is no compiled code.
 
 use crate::caches::Caches;
 use crate::hypervisor::Hypervisor;
 use crate::ran::Ran;
 use crate::state::State;
 
-/// A processor's compiled code: none.
+/// A processor's compiled code: there is none.
 pub(crate) struct Compiled {
     /// The number of instructions that compiled code has executed.
     pub(crate) instructions: u64,

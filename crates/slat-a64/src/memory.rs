@@ -10,12 +10,12 @@ use crate::tier::Access;
 /// the failed access changes nothing, either.
 ///
 /// An aligned access of at most 8 bytes is single-copy atomic (DDI 0487, B2.2). Exclusive stores and atomic operations
-/// are made by [`compare_exchange`](Self::compare_exchange). On memory that processors on other threads share, it must
-/// be one atomic operation of the host. A lock cannot make it atomic, because plain stores of other processors would
-/// not take the lock. An exclusive store notices another processor's store since the exclusive load only if the value
-/// has changed.
+/// use [`compare_exchange`](Self::compare_exchange). On memory that processors on other threads share,
+/// `compare_exchange` must be one atomic operation of the host. A lock is not enough, because plain stores of other
+/// processors do not take it. An exclusive store fails if the memory's value has changed since the exclusive load. If
+/// another processor has stored the same value again, it succeeds.
 pub trait Memory {
-    /// The reason why an access fails.
+    /// Why an access fails.
     type Fault;
 
     /// Fetches the instruction at an address, which is a multiple of 4.
@@ -28,7 +28,7 @@ pub trait Memory {
         size: u8,
         access: Access,
     ) -> Result<u64, Self::Fault>;
-    /// Stores the low bytes, at most 8, of a value.
+    /// Stores the low bytes of a value, at most 8.
     fn store(
         &mut self,
         state: &State,
@@ -37,7 +37,7 @@ pub trait Memory {
         value: u64,
         access: Access,
     ) -> Result<(), Self::Fault>;
-    /// Loads 16 bytes, which need not be of one moment.
+    /// Loads 16 bytes. The load need not be atomic.
     fn load_wide(
         &mut self,
         state: &State,
@@ -52,9 +52,10 @@ pub trait Memory {
         value: u128,
         access: Access,
     ) -> Result<(), Self::Fault>;
-    /// Checks that each of these bytes can be stored. An instruction with several stores calls this before the first
-    /// one. If a store fails nevertheless, because the page was unmapped meanwhile, the instruction is executed again
-    /// from its start once the page is back: the architecture lets earlier stores of such an instruction be seen.
+    /// Checks that each of these bytes can be stored. An instruction with several stores calls this before its first
+    /// store. If a later store fails nevertheless, because the page was unmapped meanwhile, the instruction is executed
+    /// again from its start once the page is mapped again: the architecture permits that earlier stores of the
+    /// instruction become visible.
     fn prepare_stores(
         &mut self,
         state: &State,
@@ -62,8 +63,8 @@ pub trait Memory {
         bytes: u32,
         access: Access,
     ) -> Result<(), Self::Fault>;
-    /// Stores the second value if the bytes, at most 16, are the first. Returns the bytes that were there. The address
-    /// is a multiple of the size.
+    /// Compares the bytes, at most 16, with the first value, and stores the second value if they are equal. Returns the
+    /// old bytes. The address is a multiple of the size.
     fn compare_exchange(
         &mut self,
         state: &State,
@@ -73,8 +74,8 @@ pub trait Memory {
         access: Access,
     ) -> Result<u128, Self::Fault>;
 
-    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a
-    /// multiple of the size.
+    /// Executes an atomic operation on at most 8 bytes, and returns the old bytes. The address is a multiple of the
+    /// size.
     fn atomic(
         &mut self,
         state: &State,
@@ -84,7 +85,7 @@ pub trait Memory {
         operand: u64,
         access: Access,
     ) -> Result<u64, Self::Fault> {
-        // Checks the right to write, also where the operation changes nothing.
+        // Check the right to write even if the operation leaves the value unchanged.
         self.prepare_stores(state, address, 1 << size, access)?;
         let mut old = self.load(state, address, size, Access::default())?;
         loop {
@@ -98,8 +99,8 @@ pub trait Memory {
         }
     }
 
-    /// Checks that an address may be maintained, and drops the processor's decoded code of that address. The caller has
-    /// checked that the instruction is allowed at this level.
+    /// Checks that the guest may maintain caches at an address, and drops the decoded code at the address for IC IVAU.
+    /// The caller has checked that the instruction is allowed at this exception level.
     fn maintain(
         &mut self,
         _state: &State,
@@ -110,7 +111,7 @@ pub trait Memory {
     }
 }
 
-/// Cache maintenance by address.
+/// An instruction of cache maintenance by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Maintenance {
     /// DC CVAC, DC CVAU, DC CVAP, DC CIVAC.
@@ -124,11 +125,11 @@ pub enum Maintenance {
 /// An AT instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressTranslation {
-    /// Translates as for an access of EL0.
+    /// Translates like an access by EL0.
     pub for_el0: bool,
-    /// Translates as for a write.
+    /// Translates like a write.
     pub is_write: bool,
-    /// With PSTATE.PAN: S1E1RP, S1E1WP.
+    /// Applies PSTATE.PAN: S1E1RP, S1E1WP.
     pub with_pan: bool,
 }
 
@@ -139,20 +140,20 @@ pub enum Invalidation {
     All,
     /// The translations of an address space that are not global.
     Space(u16),
-    /// The translations of a page: global ones, and those of an address space.
+    /// The translations of a page: the global ones, and those of address space `space`.
     Page {
-        /// An address in the page.
+        /// An address in the page to drop.
         address: u64,
-        /// The address space. `None`: all of them.
+        /// The address space (ASID). `None`: all address spaces.
         space: Option<u16>,
     },
     /// All decoded code.
     Code,
-    /// The decoded code of a cache line, at the machine's address for it.
+    /// The decoded code of a cache line, by the line's address in the machine's memory.
     CodeLine(u64),
 }
 
-/// The services of the machine around a processor.
+/// The services that the machine provides to a processor.
 pub trait Machine: Memory {
     /// Reads a system register that the processor does not hold itself. `None`: the access is UNDEFINED.
     fn read_system(&mut self, _state: &State, _name: SystemName) -> Option<u64> {
@@ -174,12 +175,12 @@ pub trait Machine: Memory {
     ) -> Result<Option<u64>, Self::Fault> {
         Ok(None)
     }
-    /// Executes TLBI, or IC of all code. `is_shared`: for the other processors, too.
+    /// Executes TLBI, or IC of all code. If `is_shared`, the invalidation applies to other processors, too.
     fn invalidate(&mut self, _state: &State, _invalidation: Invalidation, _is_shared: bool) {}
 }
 
 impl AtomicOp {
-    /// Returns the result of the operation on `old` and `operand`, which have 1 << `size` bytes.
+    /// Returns the new value of memory, from its old value and the operand, which have 1 << `size` bytes.
     pub fn apply(self, old: u64, operand: u64, size: u8) -> u64 {
         let bits = 8 << size;
         let signed = |v| crate::bits::sign_extend(v, bits) as i64;

@@ -1,4 +1,4 @@
-//! The interpreter's tier: values are numbers, and functions compute at once.
+//! The interpreter's tier: values are numbers, and each function computes its result at once.
 
 use crate::bits;
 use crate::crc::crc;
@@ -12,7 +12,7 @@ use crate::system::{self, Refused, ZERO_BLOCK_BYTES};
 use crate::tier::{Access, Exception, Kind, Tier};
 use core::sync::atomic::{Ordering, fence};
 
-/// The reason why an instruction ended early, without an effect.
+/// Why an instruction ended early. It has changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop<F> {
     /// The instruction raises an exception.
@@ -35,7 +35,7 @@ pub(crate) struct Now<'a, M> {
     pub(crate) pc: u64,
 }
 
-/// Returns how an instruction ends whose access to a system register was refused.
+/// Returns how an instruction ends if its access to a system register is refused.
 fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
     Stop::Exception(match refused {
         Refused::Undefined => Exception::Undefined,
@@ -45,7 +45,7 @@ fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Sto
     })
 }
 
-/// Defines functions of the trait whose result is one expression of their arguments.
+/// Defines functions of [`Tier`](crate::tier::Tier) whose result is one expression of their arguments.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty { $value:expr })*) => {
         $(

@@ -1,23 +1,23 @@
-//! Probes of a debugger outside of the guest: addresses whose accesses the debugger wants to know of.
+//! Probes of a debugger outside of the guest: addresses whose accesses are recorded for the debugger.
 
 use alloc::vec::Vec;
 
-/// A range of virtual addresses, and the kinds of accesses to it that are noted.
+/// A range of virtual addresses, and the kinds of accesses to it that are recorded.
 ///
 /// Unlike a watchpoint ([`Debugger`](crate::Debugger)), a probe lets the access happen, and the guest cannot notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AccessProbe {
-    /// The first address.
+    /// The first address of the range.
     pub first: u64,
-    /// The number of bytes.
+    /// The number of bytes of the range.
     pub bytes: u64,
-    /// Whether loads are noted.
+    /// Whether loads are recorded.
     pub reads: bool,
-    /// Whether stores are noted.
+    /// Whether stores are recorded.
     pub writes: bool,
 }
 
-/// The probes of a processor, and the last access that has met one.
+/// The probes of a processor, and the last access that has hit one.
 #[derive(Default)]
 pub(crate) struct Probes {
     list: Vec<AccessProbe>,
@@ -33,7 +33,7 @@ impl Probes {
         self.list.is_empty()
     }
 
-    /// Notes an access, if it meets a probe.
+    /// Records an access if it hits a probe.
     pub(crate) fn note(&mut self, address: u64, bytes: u64, reads: bool, writes: bool) {
         for (n, probe) in self.list.iter().enumerate() {
             let at = address.max(probe.first);
@@ -44,7 +44,8 @@ impl Probes {
         }
     }
 
-    /// Returns the index of the probe that an access has met since the last call, and the first address in both.
+    /// Returns the index of the probe that an access has hit since the last call, and the first address that the access
+    /// and the probe share.
     pub(crate) fn take(&mut self) -> Option<(usize, u64)> {
         self.hit.take()
     }

@@ -1,6 +1,6 @@
 //! PSTATE, and its form in SPSR_EL1 (DDI 0487, C5.2.19).
 
-/// The bits of DAIF, as in MSR DAIFSet.
+/// The bits of the field DAIF, as in the operand of MSR DAIFSet.
 pub const MASK_DEBUG: u8 = 8;
 #[allow(missing_docs)]
 pub const MASK_SERROR: u8 = 4;
@@ -9,39 +9,40 @@ pub const MASK_IRQ: u8 = 2;
 #[allow(missing_docs)]
 pub const MASK_FIQ: u8 = 1;
 
-/// The bits of SPSR_EL1.
+/// Bits of SPSR_EL1.
 const DIT: u64 = 1 << 24;
 const PAN: u64 = 1 << 22;
 pub(crate) const SS: u64 = 1 << 21;
 const IL: u64 = 1 << 20;
 const DAIF_SHIFT: u32 = 6;
-/// The field of the mode: AArch32, which this processor does not have; EL1; and EL1 with its own stack pointer.
+/// The mode field: bit 4 means AArch32, which this processor does not have; then EL1, and EL1 with its own stack
+/// pointer.
 const AARCH32: u64 = 1 << 4;
 const EL1: u64 = 1 << 2;
 const OWN_STACK: u64 = 1 << 0;
 const MODE: u64 = 0x1f;
 
-/// PSTATE without the flags.
+/// PSTATE without the flags N, Z, C, V.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pstate {
     /// Whether the exception level is EL1. Otherwise it is EL0.
     pub el1: bool,
-    /// SP: whether the stack pointer is EL1's own stack pointer.
+    /// SP: whether EL1 uses its own stack pointer, SP_EL1.
     pub own_stack: bool,
     /// The masks D, A, I, F.
     pub daif: u8,
-    /// Privileged access never.
+    /// PAN: EL1 may not access data that EL0 may access.
     pub pan: bool,
-    /// Data-independent timing, which changes nothing here.
+    /// DIT: timing independent of data. It changes nothing here.
     pub dit: bool,
-    /// Illegal execution state.
+    /// IL: the illegal execution state.
     pub il: bool,
-    /// Software step: an instruction is executed before the exception.
+    /// SS: software step executes an instruction before it raises its exception.
     pub ss: bool,
 }
 
 impl Pstate {
-    /// Returns the bits of SPSR_EL1 except the flags.
+    /// Returns this PSTATE in the form of SPSR_EL1, without the flags N, Z, C, V.
     pub fn bits(self) -> u64 {
         let bit = |is: bool, bit: u64| if is { bit } else { 0 };
         bit(self.dit, DIT)
@@ -53,7 +54,8 @@ impl Pstate {
             | bit(self.own_stack, OWN_STACK)
     }
 
-    /// Returns the PSTATE that an exception return makes from SPSR_EL1, with SS clear. `None`: the return is illegal.
+    /// Returns the PSTATE after an exception return with this SPSR_EL1. SS is clear in it. `None`: the return is
+    /// illegal.
     pub fn returned(bits: u64) -> Option<Self> {
         let mode = bits & MODE;
         if mode & AARCH32 != 0 || !matches!(mode, 0 | EL1 | 0b101) {
@@ -66,7 +68,7 @@ impl Pstate {
         })
     }
 
-    /// Returns the fields of SPSR_EL1 other than the level and the stack pointer, in a PSTATE of EL0.
+    /// Returns the fields of SPSR_EL1 except the exception level and the stack pointer, as a PSTATE of EL0.
     fn unprivileged(bits: u64) -> Self {
         Self {
             el1: false,
@@ -79,7 +81,7 @@ impl Pstate {
         }
     }
 
-    /// Returns the PSTATE that an illegal exception return makes from the SPSR_EL1 in `bits` (SetPSTATEFromPSR). The
+    /// Returns the PSTATE after an illegal exception return with SPSR_EL1 `bits` (SetPSTATEFromPSR). The exception
     /// level, the stack pointer, PAN and similar fields keep their values.
     pub fn returned_illegally(self, bits: u64) -> Self {
         let returned = Self::unprivileged(bits);

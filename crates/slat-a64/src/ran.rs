@@ -5,6 +5,6 @@
 pub(crate) struct Ran {
     /// The number of executed instructions.
     pub(crate) instructions: u64,
-    /// Whether the interpreter has to execute the next instruction. If not, there may be compiled code for it.
+    /// Whether the interpreter has to execute the next instruction. If not, compiled code may continue.
     pub(crate) needs_interpreter: bool,
 }

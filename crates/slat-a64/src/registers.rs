@@ -21,7 +21,7 @@ pub(crate) struct Register {
     pub(crate) rights: Rights,
     /// The value after reset. A register without writable bits always has this value.
     pub(crate) reset: u64,
-    /// The bits that writes change: those of the guest, if it has the right, and those of a client.
+    /// The bits that writes by the guest or the embedder can change.
     pub(crate) writable: u64,
 }
 
@@ -39,7 +39,8 @@ const fn row(
     }
 }
 
-/// Returns the row of DBGBVR, DBGBCR, DBGWVR or DBGWCR (4 to 7) of a breakpoint or watchpoint.
+/// Returns the table row of a register of breakpoint or watchpoint `n`. `op2` is 4 to 7: DBGBVR, DBGBCR, DBGWVR,
+/// DBGWCR.
 const fn breakpoint(n: u16, op2: u16, writable: u64) -> Register {
     let reset = if op2 == 5 { CONTROL_BAS } else { 0 };
     row([2, 0, 0, n, op2], Rights::El1, reset, writable)
@@ -51,7 +52,7 @@ const ALL: u64 = u64::MAX;
 pub const BREAKPOINTS: usize = 6;
 /// The number of watchpoints.
 pub const WATCHPOINTS: usize = 4;
-/// The breakpoints that can match contexts are the last ones.
+/// The number of breakpoints that can match contexts. They are the last ones.
 pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
 /// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS,
 /// HMC, SSC, LBN, WT, MASK.
@@ -59,13 +60,12 @@ const CONTROL_WRITABLE: u64 = 0x00ff_e007;
 const CONTROL_BAS: u64 = 0xf << 5;
 const WATCH_WRITABLE: u64 = 0x1f1f_ffff;
 
-/// MDSCR_EL1: SS, KDE, MDE. TDCC and HDE have no effect, because neither the communication channel nor debug state
-/// exists.
+/// MDSCR_EL1: SS, KDE, MDE. TDCC and HDE have no effect, because there is no communication channel and no Debug state.
 pub(crate) const MDSCR_SS: u64 = 1 << 0;
 pub(crate) const MDSCR_KDE: u64 = 1 << 13;
 pub(crate) const MDSCR_MDE: u64 = 1 << 15;
 const MDSCR_WRITABLE: u64 = MDSCR_SS | MDSCR_KDE | MDSCR_MDE | 1 << 12 | 1 << 14;
-/// OSLSR_EL1: the OS lock exists, and is locked.
+/// OSLSR_EL1: one bit says that the OS lock exists, the other that it is locked.
 const OSLSR_EXISTS: u64 = 1 << 3;
 pub(crate) const OSLSR_LOCKED: u64 = 1 << 1;
 
@@ -93,7 +93,7 @@ const SCTLR_WRITABLE: u64 = 0x1f
     | SCTLR_WXN
     | SCTLR_SPAN
     | SCTLR_UCI;
-/// Bits of SCTLR_EL1 that are 1 without their extensions: EOS, TSCXT, EIS, nTLSMD and LSMAOE.
+/// The bits of SCTLR_EL1 that are 1 because their extensions are missing: EOS, TSCXT, EIS, nTLSMD and LSMAOE.
 const SCTLR_ONES: u64 = 1 << 11 | 1 << 20 | 1 << 22 | 1 << 28 | 1 << 29;
 
 pub(crate) const CPACR_FPEN_SHIFT: u32 = 20;
@@ -105,7 +105,7 @@ pub(crate) const TCR_AS: u64 = 1 << 36;
 pub(crate) const TCR_HA: u64 = 1 << 39;
 pub(crate) const TCR_HD: u64 = 1 << 40;
 
-/// The registers, in the order of their names' fields.
+/// The table of registers, sorted by name: op0, op1, CRn, CRm, op2.
 pub(crate) const REGISTERS: &[Register] = &[
     // MDCCINT_EL1.
     row([2, 0, 0, 2, 0], Rights::El1, 0, 0),
@@ -119,7 +119,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     breakpoint(2, 5, CONTROL_WRITABLE),
     breakpoint(3, 4, !3),
     breakpoint(3, 5, CONTROL_WRITABLE),
-    // A context, instead of an address.
+    // Breakpoints 4 and 5 can hold a context instead of an address, so all bits of their values are writable.
     breakpoint(4, 4, ALL),
     breakpoint(4, 5, CONTROL_WRITABLE),
     breakpoint(5, 4, ALL),
@@ -132,7 +132,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     breakpoint(2, 7, WATCH_WRITABLE),
     breakpoint(3, 6, !3),
     breakpoint(3, 7, WATCH_WRITABLE),
-    // OSLSR_EL1. The guest changes the lock by OSLAR_EL1; a client restores it here.
+    // OSLSR_EL1. The guest changes the lock by OSLAR_EL1; the embedder restores it here.
     row(
         [2, 0, 1, 1, 4],
         Rights::El1Reads,
@@ -143,14 +143,13 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([2, 0, 1, 3, 4], Rights::El1, 0, 0),
     // DBGPRCR_EL1.
     row([2, 0, 1, 4, 4], Rights::El1, 0, 0),
-    // The identification registers, for the instructions that this crate implements. The registers about memory belong
-    // to the machine. MIDR_EL1.
+    // The identification registers from here on describe the instructions that this crate implements. The registers
+    // about memory belong to the machine. This is MIDR_EL1.
     row([3, 0, 0, 0, 0], Rights::El1Reads, 0x000f_0000, 0),
     // REVIDR_EL1.
     row([3, 0, 0, 0, 6], Rights::El1Reads, 0, 0),
-    // EL0 and EL1 in AArch64, FP16, Advanced SIMD with FP16, DIT. CSV2 and CSV3: an access of EL0 uses no translation
-    // of EL1, not even speculatively, so that Linux needs no other tables at EL0.
-    // ID_AA64PFR0.
+    // EL0 and EL1 in AArch64, FP16, Advanced SIMD with FP16, DIT. CSV2 and CSV3 say that EL0 uses no translation of
+    // EL1, not even speculatively, so Linux needs no separate tables for EL0. ID_AA64PFR0.
     row([3, 0, 0, 4, 0], Rights::El1Reads, 0x1101_0000_0011_0011, 0),
     // ID_AA64PFR1.
     row([3, 0, 0, 4, 1], Rights::El1Reads, 0, 0),
@@ -226,8 +225,9 @@ pub(crate) const REGISTERS: &[Register] = &[
     // EL0PCTEN, EL0VCTEN, EVNTEN, EVNTDIR, EVNTI, EL0VTEN, EL0PTEN.
     // CNTKCTL_EL1.
     row([3, 0, 14, 1, 0], Rights::El1, 0, 0x3ff),
-    // Lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache, into which writes come by
-    // IC (DIC is clear), and no cleaning before (IDC is set). SCTLR_EL1 may trap EL0's reads. CTR_EL0.
+    // CTR_EL0. Lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache. The guest must
+    // execute IC after writing code (DIC is clear), but need not clean the data cache before (IDC is set). SCTLR_EL1
+    // may trap EL0's reads.
     row([3, 3, 0, 0, 1], Rights::El1Reads, 0x9444_c004, 0),
     // TPIDR_EL0.
     row([3, 3, 13, 0, 2], Rights::All, 0, ALL),
@@ -235,12 +235,12 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 3, 13, 0, 3], Rights::El0Reads, 0, ALL),
 ];
 
-/// The row of a register in the table.
+/// A register's index in the table.
 #[derive(Clone, Copy)]
 pub(crate) struct Row(usize);
 
 impl Row {
-    /// Returns the row of a register that is in the table.
+    /// Returns the index of a register that must be in the table.
     const fn of([op0, op1, crn, crm, op2]: [u16; 5]) -> Self {
         let name = SystemName::new(op0, op1, crn, crm, op2);
         let mut row = 0;
@@ -249,12 +249,12 @@ impl Row {
         }
         Row(row)
     }
-    /// Returns the rows of the value and the control of a breakpoint.
+    /// Returns the indices of the value and the control of a breakpoint.
     pub(crate) fn breakpoint(n: usize) -> [Self; 2] {
         const FIRST: Row = Row::of([2, 0, 0, 0, 4]);
         [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
     }
-    /// Returns the rows of the value and the control of a watchpoint.
+    /// Returns the indices of the value and the control of a watchpoint.
     pub(crate) fn watchpoint(n: usize) -> [Self; 2] {
         const FIRST: Row = Row::of([2, 0, 0, 0, 6]);
         [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
@@ -282,8 +282,8 @@ pub(crate) const ESR: Row = Row::of([3, 0, 5, 2, 0]);
 pub(crate) const FAR: Row = Row::of([3, 0, 6, 0, 0]);
 pub(crate) const VBAR: Row = Row::of([3, 0, 12, 0, 0]);
 
-/// The rows by their registers' names, so that an access need not search the table: at [`place`], or at one of the next
-/// places if that one is occupied. [`NO_ROW`] ends the search.
+/// A hash table from names to rows, so that an access need not search [`REGISTERS`]. A name's row is at index
+/// [`place`], or in the next free element if that one is occupied. [`NO_ROW`] marks a free element.
 const ROWS: [u8; PLACES] = {
     assert!(REGISTERS.len() < NO_ROW as usize && REGISTERS.len() < PLACES / 2);
     let mut rows = [NO_ROW; PLACES];
@@ -301,12 +301,12 @@ const ROWS: [u8; PLACES] = {
 const PLACES: usize = 256;
 const NO_ROW: u8 = u8::MAX;
 
-/// Returns the place of a name in [`ROWS`].
+/// Returns the first index in [`ROWS`] to try for a name.
 const fn place(name: SystemName) -> usize {
     (name.0.wrapping_mul(0x9e37) >> 8) as usize
 }
 
-/// Returns the row of a register, if the table has it.
+/// Returns the row of a register, or `None` if the table does not have it.
 pub(crate) fn find(name: SystemName) -> Option<Row> {
     let mut at = place(name);
     loop {
@@ -323,12 +323,12 @@ pub fn system_registers() -> impl Iterator<Item = SystemName> {
     REGISTERS.iter().map(|register| register.name)
 }
 
-/// Whether the processor holds this register, and writes change some of its bits.
+/// Whether the processor holds this register, and some of its bits are writable.
 pub fn is_writable(name: SystemName) -> bool {
     find(name).is_some_and(|row| row.register().writable != 0)
 }
 
-/// The values of the registers of the table.
+/// The values of the registers of [`REGISTERS`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Values([u64; REGISTERS.len()]);
 
@@ -340,7 +340,7 @@ impl Values {
     pub(crate) fn get(&self, row: Row) -> u64 {
         self.0[row.0]
     }
-    /// Sets all bits of a register, as the processor itself does.
+    /// Sets all bits of a register, including those that the guest cannot write.
     pub(crate) fn set(&mut self, row: Row, value: u64) {
         self.0[row.0] = value;
     }

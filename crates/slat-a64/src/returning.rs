@@ -1,4 +1,4 @@
-//! The return from an exception (DDI 0487, D1.3.6), and the targets of branches.
+//! The return from an exception (DDI 0487, D1.3.6), and the targets of indirect branches.
 
 use crate::pstate::{Pstate, SS};
 use crate::registers::{ELR, SPSR};
@@ -6,7 +6,7 @@ use crate::stage1::regime::Regime;
 use crate::state::State;
 
 impl State {
-    /// Returns from an exception (AArch64.ExceptionReturn). The result is the address where execution continues.
+    /// Returns from an exception (AArch64.ExceptionReturn). Returns the address where execution continues.
     pub(crate) fn exception_return(&mut self) -> u64 {
         let spsr = self.system.get(SPSR);
         let target = self.system.get(ELR);
@@ -21,7 +21,7 @@ impl State {
         target
     }
 
-    /// Returns the address of the next instruction after a branch to a value: without a tag, if addresses have tags
+    /// Returns the program counter after a branch to `target`: without the tag, if TBI ignores tags
     /// (AArch64.BranchAddr).
     #[inline(always)]
     pub(crate) fn branch_target(&self, target: u64) -> u64 {

@@ -9,12 +9,12 @@ use crate::state::State;
 use crate::tier::{Exception, Next};
 use alloc::vec::Vec;
 
-/// The reason why a run ends.
+/// Why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit<F> {
-    /// The given number of instructions was executed.
+    /// The run has executed as many instructions as the caller allowed.
     Limit,
-    /// The processor has executed a hint that its caller may want to act on.
+    /// The processor has executed a hint, which the caller may want to handle.
     Hint(Hint),
     /// The next instruction ended early, and has changed nothing. The program counter is its address.
     Stop(Stop<F>),
@@ -24,10 +24,10 @@ pub enum Exit<F> {
     MisalignedFetch,
 }
 
-/// Decoded instructions that follow one another. The last instruction is a branch, or the block has the greatest
-/// number of instructions.
+/// Consecutive decoded instructions. The last instruction is a branch, or the block has the greatest number of
+/// instructions.
 ///
-/// The caller must know whether the memory of a block has changed since it was decoded.
+/// The caller must find out itself whether the block's memory has changed since it was decoded.
 #[derive(Clone, Debug)]
 pub struct Block {
     start: u64,
@@ -39,7 +39,7 @@ pub struct Block {
 const BLOCK: usize = 64;
 
 impl Block {
-    /// Decodes a block. The fault is that of the first instruction.
+    /// Decodes the block that begins at an address. Fails if its first instruction cannot be fetched.
     pub fn decode<M: Machine>(
         state: &State,
         machine: &mut M,
@@ -96,15 +96,15 @@ impl Insn {
     }
 }
 
-/// The end of the execution of one instruction: the next instruction of its block can follow (`On`), the block is left
-/// (`Elsewhere`), or the run ends (`Out`).
+/// What follows the execution of one instruction: the next instruction of its block (`On`), an instruction of another
+/// block (`Elsewhere`), or the end of the run (`Out`).
 pub(crate) enum Went<F> {
     On,
     Elsewhere,
     Out(Exit<F>),
 }
 
-/// Executes a decoded instruction, at which the program counter is.
+/// Executes a decoded instruction, whose address is the program counter.
 #[inline(always)]
 pub(crate) fn one<M: Machine>(
     state: &mut State,
@@ -132,7 +132,7 @@ pub(crate) fn one<M: Machine>(
     went
 }
 
-/// Fetches, decodes and executes one instruction. `None`: execution can continue.
+/// Fetches, decodes and executes one instruction. Returns `None` if execution can continue.
 pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fault>> {
     if state.pc & 3 != 0 {
         return Some(Exit::MisalignedFetch);
@@ -160,8 +160,8 @@ pub fn run<M: Machine>(state: &mut State, machine: &mut M, limit: u64) -> Exit<M
     Exit::Limit
 }
 
-/// Executes a decoded block from its start, which is the program counter. Executes the block again if its last
-/// instruction jumps to the start, at most `times` times in all. `None`: execution can continue at the program
+/// Executes a decoded block, which must start at the program counter. If its last instruction jumps back to the start,
+/// repeats the block; executes it at most `times` times. Returns `None` if execution can continue at the program
 /// counter.
 pub fn run_block<M: Machine>(
     state: &mut State,

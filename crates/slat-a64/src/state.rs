@@ -12,7 +12,7 @@ use alloc::boxed::Box;
 /// The flags N, Z, C, V in bits 31 to 28, as in NZCV and SPSR_EL1.
 pub const NZCV_SHIFT: u32 = 28;
 
-/// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16. Traps of floating-point exceptions do not exist.
+/// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16. Floating-point exceptions cannot be trapped.
 const FPCR_WRITABLE: u32 = 0x07c8_0000;
 /// The bits of FPSR that exist: QC, and the cumulative exception bits.
 const FPSR_WRITABLE: u32 = 0x0800_009f;
@@ -22,7 +22,7 @@ const FPSR_WRITABLE: u32 = 0x0800_009f;
 pub struct Exclusive {
     /// The virtual address.
     pub address: u64,
-    /// The logarithm of the number of bytes.
+    /// The logarithm of the number of bytes loaded.
     pub size: u8,
     /// The loaded value.
     pub value: u128,
@@ -37,7 +37,7 @@ pub struct State {
     pub sp: u64,
     /// The address of the next instruction.
     pub pc: u64,
-    /// N, Z, C, V.
+    /// The flags N, Z, C, V.
     pub flags: [bool; 4],
     /// V0 to V31.
     pub v: [u128; 32],
@@ -45,21 +45,21 @@ pub struct State {
     pub fpcr: u32,
     /// FPSR.
     pub fpsr: u32,
-    /// PSTATE without the flags.
+    /// PSTATE without the flags N, Z, C, V.
     pub(crate) pstate: Pstate,
-    /// The stack pointer that is not in use now: SP_EL0 or SP_EL1.
+    /// The stack pointer, SP_EL0 or SP_EL1, that PSTATE does not select.
     pub(crate) other_sp: u64,
     /// The system registers that the processor holds.
     pub(crate) system: Values,
-    /// The debugger outside of the guest, if there is one. After a change, call
-    /// [`Cpu::forget_pages`](crate::Cpu::forget_pages).
+    /// The debugger outside of the guest, if there is one. Call [`Cpu::forget_pages`](crate::Cpu::forget_pages) after a
+    /// change.
     pub debugger: Option<Box<Debugger>>,
     /// The local monitor of exclusive accesses.
     pub exclusive: Option<Exclusive>,
 }
 
 impl Default for State {
-    /// Returns the state of a program at EL0, with the rights that Linux gives programs.
+    /// Returns the initial state of a program at EL0, with the rights that Linux gives to programs.
     fn default() -> Self {
         let mut system = Values::reset();
         let permissions = SCTLR_DZE | SCTLR_UCT | SCTLR_UCI | SCTLR_NTWI | SCTLR_NTWE;
@@ -98,12 +98,12 @@ impl State {
         }
     }
 
-    /// Returns PSTATE without the flags.
+    /// Returns PSTATE without the flags N, Z, C, V.
     pub fn pstate(&self) -> Pstate {
         self.pstate
     }
 
-    /// Changes PSTATE. If PSTATE selects another stack pointer, changes the stack pointer, too.
+    /// Changes PSTATE. If the new PSTATE selects the other stack pointer, exchanges `sp` and `other_sp`.
     pub fn set_pstate(&mut self, pstate: Pstate) {
         let is_own = |pstate: Pstate| pstate.el1 && pstate.own_stack;
         if is_own(self.pstate) != is_own(pstate) {
@@ -112,7 +112,7 @@ impl State {
         self.pstate = pstate;
     }
 
-    /// Returns SP_EL0 or, with `el1`, SP_EL1.
+    /// Returns SP_EL1 if `el1`, else SP_EL0.
     pub fn stack_pointer(&self, el1: bool) -> u64 {
         match el1 == self.uses_own_stack() {
             true => self.sp,
@@ -120,7 +120,7 @@ impl State {
         }
     }
 
-    /// Sets SP_EL0 or, with `el1`, SP_EL1.
+    /// Sets SP_EL1 if `el1`, else SP_EL0.
     pub fn set_stack_pointer(&mut self, el1: bool, value: u64) {
         match el1 == self.uses_own_stack() {
             true => self.sp = value,
@@ -128,7 +128,7 @@ impl State {
         }
     }
 
-    /// Whether the stack pointer is SP_EL1.
+    /// Whether PSTATE selects SP_EL1 as the stack pointer.
     fn uses_own_stack(&self) -> bool {
         self.pstate.el1 && self.pstate.own_stack
     }
@@ -143,7 +143,7 @@ impl State {
         self.fpsr = value & FPSR_WRITABLE;
     }
 
-    /// Returns a system register that the processor itself holds.
+    /// Returns a system register, or `None` if the processor does not hold it.
     pub fn system(&self, name: SystemName) -> Option<u64> {
         find(name).map(|row| self.system.get(row))
     }
@@ -155,7 +155,7 @@ impl State {
         true
     }
 
-    /// Sets a register that the guest only reads: one that identifies the processor. The processor behaves as before.
+    /// Sets an identification register, which the guest cannot write. This does not change how the processor behaves.
     /// Returns whether the processor holds such a register.
     pub fn identify(&mut self, name: SystemName, value: u64) -> bool {
         let Some(row) = find(name).filter(|row| row.register().writable == 0) else {

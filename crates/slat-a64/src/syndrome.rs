@@ -1,5 +1,5 @@
-//! The syndrome of an access that stage 2 refuses. From the syndrome, an embedder makes an access to a device, and then
-//! completes the instruction (DDI 0487, ISS encoding for an exception from a Data Abort, with ISV set).
+//! The syndrome of an access that stage 2 refuses. With it, an embedder can emulate an access to a device, and then
+//! complete the instruction (DDI 0487, ISS encoding for an exception from a Data Abort, with ISV set).
 
 use crate::abort::Stage2;
 use crate::bits::{sign_extend, zero_extend};
@@ -10,13 +10,13 @@ use crate::width::Width;
 /// The access of an instruction that transfers one general register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Syndrome {
-    /// SAS: the logarithm of the access's bytes.
+    /// SAS: the logarithm of the number of bytes accessed.
     pub size: u8,
-    /// SSE: a load extends the sign.
+    /// SSE: a load sign-extends the value.
     pub is_signed: bool,
     /// SRT: the general register; 31 is the zero register.
     pub register: u8,
-    /// SF: a load writes 64 bits, and not 32.
+    /// SF: a load writes 64 bits of the register instead of 32.
     pub is_64: bool,
     /// AR: the access is a load-acquire or store-release.
     pub is_ordered: bool,
@@ -35,13 +35,13 @@ const S1PTW: u64 = 1 << 7;
 const WNR: u64 = 1 << 6;
 const IL: u64 = 1 << 25;
 const CLASS_SHIFT: u32 = 26;
-/// The classes of aborts from a lower level.
+/// Exception classes (EC) of aborts from a lower exception level.
 const FETCH_ABORT: u64 = 0x20;
 const DATA_ABORT: u64 = 0x24;
 
 impl Insn {
-    /// Returns the access of a load or store of one general register. `None`: the instruction is another one, or it
-    /// writes its base register back.
+    /// Returns the access of a load or store of one general register. `None`: the instruction does something else, or
+    /// it writes its base register back.
     pub(crate) fn syndrome(&self) -> Option<Syndrome> {
         let (transfer, size, rt, is_ordered) = match *self {
             Insn::Access {
@@ -74,14 +74,14 @@ impl Insn {
 }
 
 impl Syndrome {
-    /// Returns the value that a store stores.
+    /// Returns the value that the instruction stores.
     pub fn stored(&self, state: &State) -> u64 {
         let value = state.x.get(usize::from(self.register)).copied();
         zero_extend(value.unwrap_or(0), 8 << self.size)
     }
 
-    /// Completes the access: writes the loaded value to the register, and goes on after the instruction. A store has no
-    /// value. The program counter is the instruction's address.
+    /// Completes the access: for a load, writes the loaded value to the register; then advances the program counter,
+    /// which is the instruction's address. A store ignores `loaded`.
     pub fn complete(&self, state: &mut State, loaded: u64) {
         if !self.is_store
             && let Some(register) = state.x.get_mut(usize::from(self.register))
@@ -109,8 +109,8 @@ impl Syndrome {
 }
 
 impl<E> Stage2<E> {
-    /// Returns ESR_EL2 of this abort with a fault status code. The syndrome is that of the instruction, which a walk
-    /// does not have.
+    /// Returns ESR_EL2 of this abort, with fault status code `status`. `syndrome` is the instruction's; it is ignored
+    /// if the access of a walk was refused.
     pub fn esr(&self, syndrome: Option<Syndrome>, status: u8) -> u64 {
         let bit = |is: bool, bit: u64| if is { bit } else { 0 };
         let common = IL | bit(self.is_walk, S1PTW) | u64::from(status);

@@ -1,5 +1,5 @@
-//! System registers, fields of PSTATE, and system instructions, with the levels that may use them (DDI 0487, C5 and
-//! D17).
+//! System registers, fields of PSTATE, and system instructions, with checks of the exception level that uses them (DDI
+//! 0487, C5 and D17).
 
 use crate::bits::sign_extend;
 use crate::insn::SystemName;
@@ -24,17 +24,17 @@ const OSLAR: SystemName = SystemName::new(2, 0, 1, 0, 4);
 const CURRENT_EL: SystemName = SystemName::new(3, 0, 4, 2, 2);
 const PAN: SystemName = SystemName::new(3, 0, 4, 2, 3);
 
-/// The bits of PSTATE's fields in the registers that show these fields.
+/// The bits of PSTATE's fields in the system registers DIT, PAN and DAIF.
 const DIT_BIT: u64 = 1 << 24;
 const PAN_BIT: u64 = 1 << 22;
 const DAIF_SHIFT: u32 = 6;
 /// DCZID_EL0.DZP: DC ZVA is prohibited.
 const DZP: u64 = 1 << 4;
 
-/// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
+/// The number of bytes that DC ZVA clears. DCZID_EL0 has its logarithm.
 pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
 
-/// The reason why an access or an instruction is refused.
+/// Why an access to a system register, or an instruction, is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused<F> {
     Undefined,
@@ -46,8 +46,7 @@ pub(crate) enum Refused<F> {
     Memory(F),
 }
 
-/// Whether EL1 traps an action of EL0: whether the processor is at EL0, and the bit `permission` of SCTLR_EL1 is
-/// clear.
+/// Whether EL1 traps an action of EL0: the processor is at EL0, and bit `permission` of SCTLR_EL1 is clear.
 pub(crate) fn is_trapped(state: &State, permission: u64) -> bool {
     !state.pstate.el1 && state.system.get(SCTLR) & permission == 0
 }
@@ -59,7 +58,7 @@ fn need<F>(state: &State, permission: u64) -> Result<(), Refused<F>> {
     }
 }
 
-/// Refuses an instruction at EL0 that only EL1 has.
+/// Refuses an instruction that only EL1 may execute, if the processor is at EL0.
 fn privileged<F>(state: &State) -> Result<(), Refused<F>> {
     match state.pstate.el1 {
         true => Ok(()),
@@ -81,7 +80,7 @@ fn check_vectors<F>(state: &State) -> Result<(), Refused<F>> {
     }
 }
 
-/// Refuses the machine's timers to EL0, if CNTKCTL_EL1 says so.
+/// Refuses EL0's accesses to timers and counters that CNTKCTL_EL1 does not permit.
 fn check_timer<F>(state: &State, name: SystemName) -> Result<(), Refused<F>> {
     const EL0_PHYSICAL: u64 = 1 << 0;
     const EL0_VIRTUAL: u64 = 1 << 1;
@@ -123,7 +122,7 @@ pub(crate) fn read<M: Machine>(
             need(state, SCTLR_UMA)?;
             u64::from(state.pstate.daif) << DAIF_SHIFT
         }
-        // The field is the logarithm of the number of words.
+        // DCZID_EL0.BS is the logarithm of the number of words.
         DCZID_EL0 => {
             let size = u64::from((ZERO_BLOCK_BYTES / 4).ilog2());
             size | bit(is_trapped(state, SCTLR_DZE), DZP)
@@ -154,7 +153,7 @@ pub(crate) fn read<M: Machine>(
                 check_timer(state, name)?;
                 match (machine.read_system(state, name), name.parts()) {
                     (Some(value), _) => value,
-                    // Registers for identification that do not exist are zero.
+                    // Identification registers that do not exist read as zero.
                     (None, [3, 0, 0, 1..=7, _]) if state.pstate.el1 => 0,
                     _ => return Err(Refused::Undefined),
                 }
@@ -226,7 +225,7 @@ pub(crate) fn write<M: Machine>(
     Ok(())
 }
 
-/// Executes MSR of an immediate.
+/// Executes MSR (immediate), which writes a field of PSTATE.
 pub(crate) fn set_field<F>(
     state: &mut State,
     op1: u8,
@@ -260,24 +259,24 @@ pub(crate) fn set_field<F>(
     Ok(())
 }
 
-/// Refuses DC ZVA, if SCTLR_EL1 says so.
+/// Refuses DC ZVA at EL0, if SCTLR_EL1.DZE does not permit it.
 pub(crate) fn check_zero_block<F>(state: &State) -> Result<(), Refused<F>> {
     need(state, SCTLR_DZE)
 }
 
-/// Returns the translations that TLBI invalidates, by its operation `op2` and its operand. `None`: the operation is
+/// Returns the translations that TLBI with operation `op2` and operand `value` invalidates. `None`: the operation is
 /// UNDEFINED.
 fn tlbi(state: &State, op2: u16, value: u64) -> Option<Invalidation> {
     let space = match state.system.get(TCR) & TCR_AS {
         0 => value >> 48 & 0xff,
         _ => value >> 48,
     } as u16;
-    // Bits 55 to 12 of an address, of which bit 55 is copied.
+    // The operand has bits 55 to 12 of the address; bit 55 is copied to the upper bits.
     let address = sign_extend(value << 12, 56);
     Some(match op2 {
         0 => Invalidation::All,
         2 => Invalidation::Space(space),
-        // All levels, or the last one: VAE1, VALE1; VAAE1, VAALE1.
+        // VAE1 and VAAE1 drop all levels, VALE1 and VAALE1 the last level only; here they do the same.
         1 | 5 => Invalidation::Page {
             address,
             space: Some(space),
@@ -290,7 +289,8 @@ fn tlbi(state: &State, op2: u16, value: u64) -> Option<Invalidation> {
     })
 }
 
-/// Executes SYS. Memory is coherent with data caches and devices, so that their maintenance has no effect.
+/// Executes SYS. Maintenance of data caches has no effect, because memory is always coherent with data caches and
+/// devices.
 pub(crate) fn instruction<M: Machine>(
     state: &mut State,
     machine: &mut M,
@@ -312,7 +312,7 @@ pub(crate) fn instruction<M: Machine>(
     maintained.map(|()| 0).map_err(Refused::Memory)
 }
 
-/// Executes SYS other than cache maintenance by address.
+/// Executes SYS instructions other than cache maintenance by address.
 fn other_instruction<M: Machine>(
     state: &mut State,
     machine: &mut M,

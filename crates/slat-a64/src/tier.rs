@@ -2,9 +2,9 @@
 //!
 //! [`meaning`](crate::meaning) defines each instruction by calls of these functions alone. In the interpreter, a value
 //! is a number, and a function computes at once. In a compiler, a value is a value of the compiler's intermediate code,
-//! and a function emits operations. Therefore the meaning of an instruction makes no decision that depends on a value.
-//! The meaning selects between values with [`Tier::select`]. Only the instruction's operands, which the decoder has
-//! fixed, choose the steps.
+//! and a function emits code. A compiler does not know the guest's values, so the meaning of an instruction cannot
+//! branch on them; it chooses between values with [`Tier::select`]. Only the instruction's operands, which the decoder
+//! has fixed, decide which functions are called.
 
 use crate::insn::{AtomicOp, Hint, Order, SystemName};
 use crate::simd::Function;
@@ -12,37 +12,37 @@ use crate::simd::Function;
 /// The order and the rights of an access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// The order of this access and others.
+    /// The order of this access relative to others.
     pub order: Order,
-    /// The kind of the instruction that makes the access.
+    /// The kind of instruction that makes the access.
     pub kind: Kind,
-    /// The logarithm of the bytes of an element, if the access consists of several elements. The access must be aligned
-    /// like one element. `None`: the access is one element.
+    /// The logarithm of the size in bytes of an element, if the access consists of several elements. The access must
+    /// then be aligned like one element. `None`: the access is one element.
     pub element: Option<u8>,
 }
 
-/// The kind of the instruction that makes an access.
+/// The kind of instruction that makes an access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
     #[allow(missing_docs)]
     #[default]
     Ordinary,
-    /// LDTR and STTR, which have the rights of EL0.
+    /// LDTR and STTR, which access memory with the rights of EL0.
     Unprivileged,
-    /// An instruction of LSE, which reads and writes.
+    /// An instruction of LSE, which reads and writes memory.
     Atomic,
-    /// DC ZVA with this operand, which is the address of its faults.
+    /// DC ZVA. Its operand, given here, is the address that its faults report.
     ZeroBlock(u64),
 }
 
-/// The address at which execution continues after an instruction.
+/// Where execution continues after an instruction.
 pub(crate) enum Next<T: Tier + ?Sized> {
     Following,
     Jump(u64),
-    /// Jumps if the condition is true. Otherwise execution continues after the instruction.
+    /// Jumps to the address if the condition is true. Otherwise execution continues after the instruction.
     JumpIf(T::Bool, u64),
     Indirect(T::Value),
-    /// Execution continues after the instruction. The caller of the run gets the hint.
+    /// Execution continues after the instruction. The run ends, and its caller gets the hint.
     Hint(Hint),
     /// Execution continues after the instruction, which has changed state on which decoding or translation depends.
     Synchronize,
@@ -63,7 +63,7 @@ pub enum Exception {
     Brk(u16),
     /// HLT with its immediate.
     Hlt(u16),
-    /// PSTATE.IL is set.
+    /// The illegal execution state: PSTATE.IL is set.
     Illegal,
     /// CPACR_EL1 traps Advanced SIMD and floating point.
     VectorTrap,
@@ -73,16 +73,16 @@ pub enum Exception {
     SystemTrap {
         /// The name of the register or instruction.
         name: SystemName,
-        /// The general register.
+        /// The general register of the instruction.
         rt: u8,
-        /// Whether the general register is written.
+        /// Whether the instruction writes the general register (MRS).
         reads: bool,
     },
-    /// The stack pointer is the base of an access, and no multiple of 16.
+    /// The stack pointer, used as the base of an access, is not a multiple of 16.
     StackAlignment,
     /// The address of an access is not a multiple of its size.
     Alignment {
-        /// The address.
+        /// The misaligned address.
         address: u64,
         /// Whether the access is a write.
         is_write: bool,
@@ -90,15 +90,15 @@ pub enum Exception {
 }
 
 pub(crate) trait Tier {
-    /// 64 bits.
+    /// A value of 64 bits.
     type Value: Copy;
     type Bool: Copy;
-    /// 128 bits.
+    /// A vector of 128 bits.
     type Vector: Copy;
-    /// The reason why an instruction ended early. Such an instruction has changed nothing.
+    /// Why an instruction ended early. It has changed nothing.
     type Stop;
 
-    /// Returns the address of the instruction.
+    /// Returns the address of the current instruction.
     fn pc(&self) -> u64;
     /// Returns one of the registers X0 to X30.
     fn x(&mut self, r: u8) -> Self::Value;
@@ -107,7 +107,7 @@ pub(crate) trait Tier {
     fn set_sp(&mut self, value: Self::Value);
     fn v(&mut self, r: u8) -> Self::Vector;
     fn set_v(&mut self, r: u8, value: Self::Vector);
-    /// Returns N, Z, C, V.
+    /// Returns the flags N, Z, C, V.
     fn flags(&mut self) -> [Self::Bool; 4];
     fn set_flags(&mut self, nzcv: [Self::Bool; 4]);
 
@@ -116,7 +116,7 @@ pub(crate) trait Tier {
     fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    /// Returns the upper half of a product.
+    /// Returns the upper 64 bits of the 128-bit product.
     fn mul_high(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
     /// Divides, rounding towards zero. A division by 0 returns 0. A quotient that overflows wraps.
     fn div(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
@@ -151,7 +151,7 @@ pub(crate) trait Tier {
     fn either(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
-    /// Returns 0 or 1.
+    /// Returns 1 if `a` is true, else 0.
     fn widened(&mut self, a: Self::Bool) -> Self::Value;
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
     fn select_bool(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
@@ -161,7 +161,7 @@ pub(crate) trait Tier {
     fn low(&mut self, v: Self::Vector) -> Self::Value;
     fn high(&mut self, v: Self::Vector) -> Self::Value;
 
-    /// Computes a vector operation, which reads FPCR and adds to FPSR.
+    /// Computes a vector operation, which may read FPCR and set bits of FPSR.
     fn compute(&mut self, function: Function, operands: [Self::Vector; 3]) -> Self::Vector;
 
     /// Computes a vector operation whose result is N, Z, C, V.
@@ -169,7 +169,7 @@ pub(crate) trait Tier {
         let flags = self.compute(function, operands);
         self.flags_of(flags)
     }
-    /// Returns N, Z, C, V from the low four bits.
+    /// Returns N, Z, C, V from the low four bits of a vector.
     fn flags_of(&mut self, bits: Self::Vector) -> [Self::Bool; 4] {
         let bits = self.low(bits);
         [3, 2, 1, 0].map(|n| self.bit(bits, n))
@@ -231,13 +231,13 @@ pub(crate) trait Tier {
         let low = self.low(value);
         self.store(address, size, low, access)
     }
-    /// Returns the address of a pair's second value. The size is the logarithm of a value's bytes.
+    /// Returns the address of the second value of a pair. `size` is the logarithm of one value's bytes.
     #[inline(always)]
     fn second_of_pair(&mut self, address: Self::Value, size: u8) -> Self::Value {
         let bytes = self.number(1 << size);
         self.add(address, bytes)
     }
-    /// Checks that the stores of a pair will succeed.
+    /// Checks that both stores of a pair will succeed.
     #[inline(always)]
     fn prepare_pair(
         &mut self,
@@ -251,7 +251,7 @@ pub(crate) trait Tier {
         };
         self.prepare_stores(address, 2 << size, each)
     }
-    /// Like [`load`](Self::load), but loads two values, one after the other.
+    /// Like [`load`](Self::load), but loads two adjacent values, one after the other.
     #[inline(always)]
     fn load_pair(
         &mut self,
@@ -263,7 +263,7 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         Ok([first, self.load(address, size, access)?])
     }
-    /// Like [`store`](Self::store), but stores two values, or none.
+    /// Like [`store`](Self::store), but stores two adjacent values; if either store would fail, stores nothing.
     #[inline(always)]
     fn store_pair(
         &mut self,
@@ -277,7 +277,7 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         self.store(address, size, values[1], access)
     }
-    /// Like [`load_part`](Self::load_part), but loads two values, one after the other.
+    /// Like [`load_part`](Self::load_part), but loads two adjacent values, one after the other.
     #[inline(always)]
     fn load_vector_pair(
         &mut self,
@@ -289,7 +289,8 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         Ok([first, self.load_part(address, size, access)?])
     }
-    /// Like [`store_part`](Self::store_part), but stores two values, or none.
+    /// Like [`store_part`](Self::store_part), but stores two adjacent values; if either store would fail, stores
+    /// nothing.
     #[inline(always)]
     fn store_vector_pair(
         &mut self,
@@ -303,16 +304,16 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         self.store_part(address, size, values[1], access)
     }
-    /// Checks that the stores to these bytes that follow will succeed.
+    /// Checks that stores to these bytes will succeed. Call before the first of several stores.
     fn prepare_stores(
         &mut self,
         address: Self::Value,
         bytes: u32,
         access: Access,
     ) -> Result<(), Self::Stop>;
-    /// Stores zeros to the block of DC ZVA that contains an address.
+    /// Stores zeros to the block of memory that contains an address (DC ZVA).
     fn zero_block(&mut self, address: Self::Value) -> Result<(), Self::Stop>;
-    /// Ends the instruction, if the stack pointer must be aligned to 16 bytes and is not.
+    /// Ends the instruction if the stack pointer must be a multiple of 16, but is not.
     fn check_stack(&mut self) -> Result<(), Self::Stop>;
     /// Ends the instruction if the address is not a multiple of `bytes`.
     fn check_alignment(
@@ -329,7 +330,8 @@ pub(crate) trait Tier {
         operand: Self::Value,
         access: Access,
     ) -> Result<Self::Value, Self::Stop>;
-    /// Stores the second value if the 1 << `size` bytes, at most 16, are the first. Returns the bytes that were there.
+    /// Compares 1 << `size` bytes, at most 16, with the first value, and stores the second value if they are equal.
+    /// Returns the old bytes.
     fn compare_exchange(
         &mut self,
         address: Self::Value,
@@ -339,8 +341,8 @@ pub(crate) trait Tier {
     ) -> Result<Self::Vector, Self::Stop>;
     /// Records the address and the value of an exclusive load of 1 << `size` bytes.
     fn mark_exclusive(&mut self, address: Self::Value, size: u8, value: Self::Vector);
-    /// Stores if the last exclusive load read the same bytes, and these bytes still have the loaded value. In any
-    /// case, removes the record of the exclusive load. Returns whether the bytes were stored.
+    /// Stores if the last exclusive load read the same bytes, and these bytes still have the loaded value. In any case,
+    /// drops the record of the exclusive load. Returns whether the bytes were stored.
     fn store_exclusive(
         &mut self,
         address: Self::Value,
@@ -357,9 +359,9 @@ pub(crate) trait Tier {
     fn check_vectors(&mut self) -> Result<(), Self::Stop>;
     /// Ends the instruction, if the hint is trapped.
     fn check_hint(&mut self, hint: Hint) -> Result<(), Self::Stop>;
-    /// Ends the instruction, if DC ZVA with this general register is trapped.
+    /// Ends the instruction if DC ZVA is trapped. `rt` is its general register.
     fn check_zero_block(&mut self, name: SystemName, rt: u8) -> Result<(), Self::Stop>;
-    /// Reads a system register for general register `rt`.
+    /// Reads a system register. `rt` is the general register that gets the value, for the syndrome of a trap.
     fn read_system(&mut self, name: SystemName, rt: u8) -> Result<Self::Value, Self::Stop>;
     fn write_system(
         &mut self,
@@ -376,6 +378,6 @@ pub(crate) trait Tier {
         reads: bool,
         value: Self::Value,
     ) -> Result<Self::Value, Self::Stop>;
-    /// Returns from an exception. The result is the address where execution continues.
+    /// Returns from an exception. Returns the address where execution continues.
     fn exception_return(&mut self) -> Result<Self::Value, Self::Stop>;
 }

@@ -1,40 +1,40 @@
-//! The software TLB: the pages that loads, stores and fetches reach without a walk.
+//! The software TLB: pages that loads, stores and fetches can access without a walk.
 //!
-//! An entry leads from a 4 KiB page of virtual addresses to the address by which the machine below accesses the page.
-//! There is a table for each accessor, so that an entry has the final rights. What needs a check at each access is not
-//! entered for data: Device memory, to which accesses must be aligned, and everything while SCTLR_EL1.A is set or
-//! watchpoints are armed.
+//! An entry maps a 4 KiB page of virtual addresses to the page's address in the machine's memory. Each accessor (EL0,
+//! EL1, EL1 with PAN) has a table of its own, so that an entry has the final rights. Pages whose data accesses need a
+//! check each time get no entry for data: Device memory, to which accesses must be aligned, and all memory while
+//! SCTLR_EL1.A is set, or while there are watchpoints or probes.
 //!
-//! The TLB has translations of the current address space, and global ones. Its interface is that of slat-x86's first
-//! level, which names spaces in the same way. A second level, which keeps the translations of other spaces, would be
-//! behind [`Tlb::switch`] and [`Tlb::drop_page`].
+//! The TLB has translations of the current address space (ASID), and global ones. Its interface is like that of
+//! slat-x86's first-level TLB. A second level, which keeps the translations of other address spaces, could be added in
+//! [`Tlb::switch`] and [`Tlb::drop_page`].
 
 use crate::abort::Right;
 use crate::stage1::Accessor;
 use alloc::vec::Vec;
 
-/// The logarithm of the entries of a table.
+/// The logarithm of the number of entries in a table.
 const INDEX_BITS: u32 = 12;
-/// Entries of a table, and tables: for EL0, for EL1, and for EL1 with PAN.
+/// The number of entries in a table, and the number of tables: for EL0, for EL1, and for EL1 with PAN.
 const ENTRIES: usize = 1 << INDEX_BITS;
 const TABLES: usize = 3;
 
-/// The logarithm of the bytes of an entry's page.
+/// The logarithm of the size in bytes of an entry's page.
 pub(crate) const PAGE_BITS: u32 = 12;
 const OFFSET: u64 = (1 << PAGE_BITS) - 1;
-/// The bits of an address that TLBI compares: without a tag.
+/// The address bits that TLBI compares: all but the tag.
 const COMPARED: u64 = (1 << 56) - 1;
 
-/// The tag that no page has: a page's tag is the address of its last byte.
+/// A tag that no page has: the tag of a page is the address of its last byte, which is never 0.
 const EMPTY: u64 = 0;
 
-/// An entry, as compiled code reads it.
+/// An entry, in the layout that compiled code reads.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(crate) struct Entry {
-    /// The page's tag for reads, writes and fetches, or [`EMPTY`].
+    /// For reads, writes and fetches: the page's tag if this access is allowed, else [`EMPTY`].
     tags: [u64; 3],
-    /// The machine's address of the page minus the page's virtual address.
+    /// The page's address in the machine's memory minus its virtual address.
     addend: u64,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Entry {
 struct Origin {
     /// The page's virtual address, for TLBI.
     page: u64,
-    /// The logarithm of the bytes that the descriptor maps of which this page is a part.
+    /// The logarithm of the size in bytes of the range that the descriptor maps. The page is a part of that range.
     bits: u32,
     is_global: bool,
 }
@@ -59,14 +59,14 @@ impl Entry {
     }
 }
 
-/// A page to enter.
+/// A page, to be entered into the TLB.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Page {
-    /// The machine's address of the page's first byte.
+    /// The address of the page's first byte in the machine's memory.
     pub(crate) base: u64,
-    /// The accesses (reads, writes, fetches) that need no other translation.
+    /// Which accesses (reads, writes, fetches) this translation allows.
     pub(crate) rights: [bool; 3],
-    /// The logarithm of the bytes that the descriptor maps.
+    /// The logarithm of the size in bytes of the range that the descriptor maps.
     pub(crate) bits: u32,
     /// The translation is valid in all address spaces.
     pub(crate) is_global: bool,
@@ -74,14 +74,14 @@ pub(crate) struct Page {
 
 pub(crate) struct Tlb {
     entries: Vec<Entry>,
-    /// The origin of each entry.
+    /// For each entry, the properties by which invalidations select it.
     origins: Vec<Origin>,
     /// The indices of the entries in use. A flush clears only these entries, so it takes no longer than filling them
     /// took.
     filled: Vec<u16>,
-    /// A page that is part of a larger one was entered since the last full flush.
+    /// Whether a page that is part of a larger one was entered since the last full flush.
     has_large: bool,
-    /// The current address space.
+    /// The current address space (ASID).
     space: u16,
 }
 
@@ -109,7 +109,8 @@ impl Tlb {
         }
     }
 
-    /// Returns the machine's address of `bytes` bytes, if they are in one page that may be accessed so.
+    /// Returns the address of `bytes` bytes in the machine's memory, if they are in one page whose entry allows the
+    /// access.
     #[inline(always)]
     pub(crate) fn find(
         &self,
@@ -123,7 +124,7 @@ impl Tlb {
         (entry.tags[right as usize] == tag).then(|| entry.addend.wrapping_add(address))
     }
 
-    /// Enters the page of an address.
+    /// Enters the page that contains an address.
     pub(crate) fn fill(&mut self, accessor: Accessor, address: u64, page: &Page) {
         let index = index(accessor, address);
         let entry = &mut self.entries[index];
@@ -148,7 +149,7 @@ impl Tlb {
         self.has_large |= page.bits > PAGE_BITS;
     }
 
-    /// Drops the entries for which `drops` holds.
+    /// Drops the entries for which `drops` returns `true`.
     fn drop_if(&mut self, drops: impl Fn(&Origin) -> bool) {
         let (entries, origins) = (&mut self.entries, &self.origins);
         self.filled.retain(|index| {
@@ -167,7 +168,8 @@ impl Tlb {
         self.has_large = false;
     }
 
-    /// Makes an address space the current one. Global translations are kept. Returns whether it was another one.
+    /// Makes an address space the current one. Keeps global translations, and drops all others if the address space
+    /// differs. Returns whether it differs.
     pub(crate) fn switch(&mut self, space: u16) -> bool {
         let is_new = space != self.space;
         if is_new {
@@ -184,8 +186,8 @@ impl Tlb {
         }
     }
 
-    /// Drops the translations of a page, with all other parts of the larger page that a descriptor maps: the global
-    /// ones, and those of `space`. `None`: of all address spaces.
+    /// Drops the translations of the page that contains an address, and of all other pages that the same descriptor
+    /// maps. Drops global translations and those of `space`. `None`: those of all address spaces.
     pub(crate) fn drop_page(&mut self, address: u64, space: Option<u16>) {
         let is_current = space.is_none_or(|space| space == self.space);
         let drops = |origin: &Origin| {
@@ -206,8 +208,8 @@ impl Tlb {
     }
 }
 
-/// The numbers by which compiled code finds an entry: the logarithm of the bytes of one, the mask of an index, and
-/// offsets in an entry.
+/// Numbers with which compiled code finds an entry: the logarithm of an entry's size, the mask of an index, and offsets
+/// in an entry.
 #[cfg(feature = "jit")]
 mod layout {
     use super::*;
@@ -216,12 +218,12 @@ mod layout {
     pub(crate) const INDEX_MASK: i64 = ENTRIES as i64 - 1;
     pub(crate) const ADDEND_OFFSET: usize = core::mem::offset_of!(Entry, addend);
 
-    /// Returns the offset in an entry of the tag for a right.
+    /// Returns the offset, within an entry, of the tag for a right.
     pub(crate) fn tag_offset(right: Right) -> usize {
         core::mem::offset_of!(Entry, tags) + 8 * right as usize
     }
 
-    /// Returns the distance of an accessor's table from the first entry.
+    /// Returns the offset in bytes of an accessor's table from the first entry.
     pub(crate) fn table_offset(accessor: Accessor) -> usize {
         table(accessor) << ENTRY_BITS
     }
@@ -293,7 +295,7 @@ mod tests {
             tlb.fill(Accessor::El1, n << 12, &page(14, n < 4));
         }
         tlb.fill(Accessor::El1, 8 << 12, &page(12, false));
-        // Another address space has no translation here, but global ones go with it.
+        // TLBI of ASID 9 drops no translation of the current ASID, but drops global translations.
         tlb.drop_page(6 << 12, Some(9));
         assert!((0..9).all(|n| knows(&tlb, n << 12)));
         tlb.drop_page(1 << 12, Some(9));

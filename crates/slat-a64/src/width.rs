@@ -1,4 +1,4 @@
-//! The widths of general registers.
+//! The widths of general registers and integer operations.
 
 /// The width of an integer operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ impl Width {
             Width::X => 64,
         }
     }
-    /// Returns the width that bit `n` of an instruction selects.
+    /// Returns 64 bits if `is_x`, else 32 bits.
     pub(crate) const fn of(is_x: bool) -> Self {
         if is_x { Width::X } else { Width::W }
     }

@@ -25,7 +25,7 @@ pub(super) fn decode(word: u32) -> Option<Insn> {
                 offset: signed_field(word, 18, 5) << 2,
             },
         }),
-        // FEAT_HBC's BC.cond has bit 4 set.
+        // Bit 4 set is BC.cond of FEAT_HBC, which this processor lacks.
         0b010 if field(word, 25, 24) == 0 && !flag(word, 4) => Some(Insn::BranchIf {
             condition: field(word, 3, 0) as u8,
             offset: signed_field(word, 23, 5) << 2,
@@ -91,7 +91,7 @@ fn system(word: u32) -> Option<Insn> {
             (0, 4) if op2 == 2 && crm == 0 => Some(Insn::ConvertFlags { to_arm: false }),
             (op1, 4) => {
                 let (op1, op2, value) = (op1 as u8, op2 as u8, crm as u8);
-                // UAO, PAN, SPSel, SSBS, DIT, DAIFSet, DAIFClr.
+                // The immediate form exists for UAO, PAN, SPSel, SSBS, DIT, DAIFSet and DAIFClr.
                 let is_field = matches!((op1, op2), (0, 3..=5) | (3, 1 | 2 | 6 | 7));
                 is_field.then_some(Insn::SetPstate { op1, op2, value })
             }

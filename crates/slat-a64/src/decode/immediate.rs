@@ -76,7 +76,7 @@ pub(super) fn decode(word: u32) -> Option<Insn> {
                 lsb,
             })
         }
-        // ADDG, SUBG, and the minima and maxima of FEAT_CSSC.
+        // UNDEFINED here: ADDG, SUBG, and the minima and maxima of FEAT_CSSC.
         _ => None,
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn decode(word: u32) -> Option<Insn> {
     }
 }
 
-/// Returns the transfer of a load or store of one register, and the size. The transfer of PRFM is `None`.
+/// Returns the kind of transfer of a load or store of one register, and the size. For PRFM, the kind is `None`.
 fn transfer(word: u32) -> Option<(Option<Transfer>, u8)> {
     let (size, opc) = (field(word, 31, 30) as u8, field(word, 23, 22));
     if flag(word, 26) {
@@ -67,7 +67,7 @@ fn access(word: u32, transfer: Option<Transfer>, size: u8, address: Address) -> 
     }
 }
 
-/// Decodes accesses to one register, except those with an unsigned offset: size 111 V 00 opc.
+/// Decodes accesses to one register, except those with an unsigned offset: words of the form size 111 V 00 opc.
 fn register_access(word: u32) -> Option<Insn> {
     let rn = register(word, 5);
     let offset = signed_field(word, 20, 12);
@@ -75,7 +75,7 @@ fn register_access(word: u32) -> Option<Insn> {
         return match field(word, 11, 10) {
             0b00 if !flag(word, 26) => atomic(word),
             0b10 => indexed(word),
-            // Loads with pointer authentication.
+            // UNDEFINED here: loads with pointer authentication.
             _ => None,
         };
     }
@@ -156,7 +156,7 @@ fn atomic(word: u32) -> Option<Insn> {
     })
 }
 
-/// Decodes exclusive and ordered accesses, and compare and swap: size 001000 o2 L o1 Rs o0 Rt2 Rn Rt.
+/// Decodes exclusive and ordered accesses, and compare and swap: words of the form size 001000 o2 L o1 Rs o0 Rt2 Rn Rt.
 fn exclusive(word: u32) -> Option<Insn> {
     let size = field(word, 31, 30) as u8;
     let (loads, o0) = (flag(word, 22), flag(word, 15));
@@ -277,7 +277,7 @@ fn pair(word: u32) -> Option<Insn> {
     })
 }
 
-/// Decodes the base of a structure access. Without bit 23, Rm must be 0.
+/// Decodes the base of a structure access. Without post-index (bit 23), Rm must be 0.
 fn base(word: u32) -> Option<Base> {
     let rm = register(word, 16);
     let after = match (flag(word, 23), rm) {
@@ -324,7 +324,7 @@ fn lane(word: u32) -> Option<Insn> {
     let elements = (field(word, 13, 13) << 1 | field(word, 21, 21)) as u8 + 1;
     let (loads, rt) = (flag(word, 22), register(word, 0));
     let base = base(word)?;
-    // Q, S and size give the lane. For larger elements, the lowest bits must be 0.
+    // Q, S and size together give the lane. For elements larger than a byte, the lowest bits of the three must be 0.
     let position = (field(word, 30, 30) << 3 | field(word, 12, 10)) as u8;
     let (size, lane) = match field(word, 15, 14) {
         _ if flag(word, 31) => return None,

@@ -1,4 +1,4 @@
-//! Data processing of registers (C4.1.95).
+//! Data processing with registers (C4.1.95).
 
 use super::immediate::logic;
 use crate::bits::{field, flag, register};
@@ -31,7 +31,7 @@ fn shift(kind: u32) -> Shift {
     }
 }
 
-/// Decodes the extension of an index or operand. `option` is the field that selects the extension.
+/// Decodes the extension of an index register or operand, which the field `option` selects.
 pub(super) fn extend(option: u32, shift: u32) -> Extend {
     Extend {
         bits: 8 << (option & 3),
@@ -166,7 +166,7 @@ fn select(word: u32) -> Option<Insn> {
 
 fn one_source(word: u32) -> Option<Insn> {
     let width = Width::of(flag(word, 31));
-    // A second opcode other than 0 is for pointer authentication.
+    // A second opcode (bits 20 to 16) other than 0 is for pointer authentication, which is UNDEFINED here.
     if flag(word, 29) || field(word, 20, 16) != 0 {
         return None;
     }

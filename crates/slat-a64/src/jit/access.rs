@@ -1,15 +1,17 @@
 //! Accesses to guest memory.
 //!
-//! The TLB's entry of the page is compared, and the access is made at the host's address. All that the entry does not
-//! serve is the helper's: other pages, two pages, checks of alignment, and watchpoints. A guarded access that fails
-//! leaves to the last checkpoint, like a helper that has failed.
+//! Compiled code compares the page's entry in the TLB. If the entry matches, compiled code accesses the host's memory
+//! itself. It calls a helper if the entry does not match: for pages that are not in the TLB, accesses to two pages,
+//! misaligned accesses that need a check, and watched pages. If a guarded access or a helper fails, compiled code
+//! leaves to the interpreter at the last checkpoint.
 //!
 //! # Order
-//! Loads and stores without an order are the host's plain ones: on x86, whose order is stronger; on arm64 the order is
-//! the guest's own. A load-acquire and a store-release become Cranelift's sequentially consistent ones: LDAR and STLR,
-//! or a plain load, and a store that MFENCE follows. So a load-acquire after a store-release of the same thread is
-//! never made before it, which RCsc demands. Those of helpers are fenced on both sides. Memory barriers become full
-//! fences (DMB ISH, MFENCE). The tests in `order` check all of this by models of both architectures.
+//! A plain load or store of the guest becomes a plain one of the host: x86 orders these more strongly than Arm, and
+//! arm64 orders them as the guest expects. A load-acquire becomes Cranelift's sequentially consistent load (LDAR on
+//! arm64, a plain load on x86), and a store-release its sequentially consistent store (STLR; on x86 a store and
+//! MFENCE). So a load-acquire never takes effect before an earlier store-release of its thread, as RCsc demands.
+//! Helpers fence their ordered accesses on both sides. Memory barriers become full fences (DMB ISH, MFENCE). The tests
+//! in `order` check this with models of both architectures.
 
 use super::helpers::{Request, helper};
 use super::translator::Translator;
@@ -32,8 +34,8 @@ fn guarded() -> MemFlags {
 }
 
 impl Translator<'_> {
-    /// Looks an access of `bytes` bytes up in the TLB. Continues where the page has the right, and returns the host's
-    /// address; and the block where it has not.
+    /// Emits the look-up of an access of `bytes` bytes in the TLB. Code emitted next runs if the page is found with
+    /// this right. Returns the host's address, and the block that runs if the look-up misses.
     fn look_up(
         &mut self,
         address: Value,
@@ -43,7 +45,7 @@ impl Translator<'_> {
     ) -> (Value, Block) {
         let table = tlb::table_offset(self.context.accessor(access.kind)) as i32;
         let v = &mut self.v;
-        // The index, as the distance of the entry.
+        // The byte offset of the entry in its table: its index times its size, which is 1 << `ENTRY_BITS`.
         let shift = tlb::PAGE_BITS - tlb::ENTRY_BITS;
         let index = v.b.ins().ushr_imm(address, i64::from(shift));
         let index =
@@ -68,8 +70,9 @@ impl Translator<'_> {
         (v.b.ins().iadd(address, addend), miss)
     }
 
-    /// Emits the access itself where it hits, and what `slowly` emits where it misses; continues after both. `quickly`
-    /// gets the host's address, and returns results. `slowly` returns as many, and whether it has failed.
+    /// Emits an access: what `quickly` emits runs if the TLB has the page, and what `slowly` emits runs if not. Code
+    /// emitted next runs after both. `quickly` gets the host's address, and returns the results. `slowly` returns as
+    /// many results, and a value that tells whether it has failed.
     fn access(
         &mut self,
         address: Value,
@@ -103,7 +106,7 @@ impl Translator<'_> {
         results
     }
 
-    /// Loads from the host's memory, zero-extended.
+    /// Loads 1 << `size` bytes, at most 8, from the host's memory, zero-extended.
     fn load_word(&mut self, host: Value, size: u8, order: Order) -> Value {
         let b = &mut self.v.b;
         let ty = TYPES[usize::from(size)];
@@ -134,7 +137,7 @@ impl Translator<'_> {
         };
     }
 
-    /// Loads by the helper: the value, and whether the helper has failed.
+    /// Calls the helper that loads. Returns the loaded value, and whether the helper has failed.
     fn call_load(&mut self, address: Value, size: u8, access: Access) -> [Value; 2] {
         let request = self.v.constant(Request::new(access, size).bits());
         let (helper, ty) = match size {
@@ -145,7 +148,7 @@ impl Translator<'_> {
         [self.result(ty), failed]
     }
 
-    /// Stores by the helper. Returns whether the helper has failed.
+    /// Calls the helper that stores. Returns whether the helper has failed.
     fn call_store(&mut self, address: Value, size: u8, value: Value, access: Access) -> Value {
         let request = self.v.constant(Request::new(access, size).bits());
         if size == 4 {
@@ -155,7 +158,7 @@ impl Translator<'_> {
         self.v.call(helper!(store), &[address, value, request], 1)[0]
     }
 
-    /// Loads from the host's memory: bytes, or a word that is zero-extended.
+    /// Loads 1 << `size` bytes from the host's memory: 16 as a vector, fewer zero-extended.
     fn load_from_host(&mut self, host: Value, size: u8, order: Order) -> Value {
         match size {
             4 => (self.v.b.ins()).load(I8X16, guarded(), host, 0),
@@ -197,7 +200,7 @@ impl Translator<'_> {
         );
     }
 
-    /// Loads two values, which one look-up finds if they are in one page.
+    /// Loads two adjacent values. If both are in one page, one look-up in the TLB finds them.
     pub(super) fn load_pair_at(&mut self, address: Value, size: u8, access: Access) -> [Value; 2] {
         let distance = 1 << size;
         let found = self.access(
@@ -220,7 +223,7 @@ impl Translator<'_> {
         [found[0], found[1]]
     }
 
-    /// Stores two values, which one look-up finds if they are in one page.
+    /// Stores two adjacent values. If both are in one page, one look-up in the TLB finds them.
     pub(super) fn store_pair_at(
         &mut self,
         address: Value,
@@ -254,7 +257,7 @@ impl Translator<'_> {
         );
     }
 
-    /// Checks by the helper that stores will succeed. Returns whether they will not.
+    /// Calls the helper that checks whether stores to `bytes` bytes will succeed. Returns whether they will fail.
     fn call_prepare(&mut self, address: Value, bytes: u32, access: Access) -> Value {
         let request = Request {
             bytes,

@@ -1,4 +1,4 @@
-//! A processor's side of compiled code: finds it, runs it, and asks for more.
+//! The compiled code of one processor: looks for it, runs it, and asks the compiler for more.
 
 use super::compiler::{Compile, Compiler};
 use super::context::{CONTEXT_BITS, Context};
@@ -21,9 +21,9 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::vec::Vec;
 
-/// How often the interpreter comes to an address before the code there is compiled, and how often it comes there
-/// between two questions for the result. With 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU
-/// time, all of it Cranelift's.
+/// `WARM`: how often the interpreter comes to an address before the processor asks the compiler for code.
+/// `ASKED_AGAIN`: how often the interpreter comes there before the processor asks again for the result. With `WARM` at
+/// 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU time, all of it Cranelift's.
 const WARM: u32 = 1024;
 const ASKED_AGAIN: u32 = 128;
 
@@ -42,10 +42,10 @@ struct Counter {
     times: u32,
 }
 
-/// Where code is: the machine's address, the virtual address, and the context.
+/// What identifies code: its address in the machine's memory, its virtual address, and the bits of its [`Context`].
 type Place = (u64, u64, u64);
 
-/// Returns the machine's address of the page that contains a place.
+/// Returns the address of the page that contains a place, in the machine's memory.
 fn page_of((at, pc, _): Place) -> u64 {
     at.wrapping_sub(pc % PAGE)
 }
@@ -53,12 +53,12 @@ fn page_of((at, pc, _): Place) -> u64 {
 /// A region that this processor uses.
 struct Installed {
     region: Arc<Region>,
-    /// The value of [`Caches::code_edition`], which is raised when decoded code is dropped, when the region's code was
-    /// compared with memory.
+    /// The value of [`Caches::code_edition`] when the region's words were last compared with memory. Dropping decoded
+    /// code raises `code_edition`.
     verified: u64,
 }
 
-/// A hasher of a few integers, of which the guest chooses only addresses that it executes.
+/// A hasher of a few integers. It need not resist chosen keys much: the guest chooses only addresses that it executes.
 #[derive(Default)]
 struct Mixer(u64);
 
@@ -83,10 +83,10 @@ struct Client {
     compile: Compile,
 }
 
-/// A processor's compiled code.
+/// The compiled code that one processor uses.
 pub(crate) struct Compiled {
     client: Option<Client>,
-    /// Accesses are made to the host's memory.
+    /// Compiled code accesses the host's memory itself.
     pub(crate) is_direct: bool,
     /// [`Compiler::generation`] at the last look-up.
     generation: u64,
@@ -99,7 +99,7 @@ pub(crate) struct Compiled {
 }
 
 // SAFETY: the frame's pointers are set before each use, and not used afterwards. The targets' code belongs to the
-// regions, which may be on any thread.
+// regions, which any thread may use.
 unsafe impl Send for Compiled {}
 
 impl Compiled {
@@ -132,7 +132,7 @@ impl Compiled {
     }
 
     /// Runs compiled code, if there is any at the program counter, for at most `budget` instructions. The caller has
-    /// made sure that the interpreter would execute an instruction now, and take no exception first.
+    /// checked that the next event is the execution of an instruction, not an exception.
     pub(crate) fn run<H: Hypervisor>(
         &mut self,
         state: &mut State,
@@ -157,10 +157,10 @@ impl Compiled {
         frame.budget = budget as i64;
         frame.helpers = std::ptr::from_ref(helpers).cast();
         frame.machine = (&raw mut machine).cast();
-        // SAFETY: `find` returns the code of a region that this processor uses, and regions return such code. Whatever
-        // invalidates targets has changed the edition. The frame has the state, the machine and the tables of this
-        // processor, to which nothing else refers until this returns. The pages in the TLB are memory to which guarded
-        // accesses may be made, as `access_directly` demands.
+        // SAFETY: `find` returns the code of a region that this processor uses, and regions return such code. Every
+        // event that invalidates targets has changed the edition. The frame refers to the state, the machine and the
+        // tables of this processor, to which nothing else refers until this returns. The pages in the TLB are memory to
+        // which guarded accesses may be made, as `access_directly` demands.
         let why = unsafe { slat_jit::enter((&raw mut *frame).cast(), code) };
         self.frame.end_floats();
         let mut has_flags = why == INTERPRET_WITH_FLAGS;
@@ -202,7 +202,8 @@ impl Compiled {
         self.look_up(state, context, caches, below)
     }
 
-    /// Looks for a region that was compiled, and has code compiled to which the interpreter has come often.
+    /// Looks for a compiled region at the program counter. Counts if there is none, and asks the compiler for it if the
+    /// interpreter has come here often.
     fn look_up<H: Hypervisor>(
         &mut self,
         state: &State,
@@ -213,7 +214,8 @@ impl Compiled {
         let pc = state.pc;
         let generation = self.client.as_ref()?.compiler.generation();
         if generation != self.generation || self.regions.len() > REGIONS {
-            // The memory for code was full, or most of the regions are of code that no longer runs.
+            // Drop all regions: the compiler's memory was full, or this processor has so many that most must be of code
+            // that no longer runs.
             self.generation = generation;
             self.regions.clear();
             self.targets.fill(Target::NONE);
@@ -222,7 +224,7 @@ impl Compiled {
         let at = match find(caches) {
             Some(at) => at,
             None => {
-                // If there is a fault, the interpreter finds it again.
+                // If the fetch fails, the interpreter will repeat it and take the abort.
                 Mmu { caches, below }.instruction(state, pc).ok()?;
                 find(caches)?
             }
@@ -240,7 +242,8 @@ impl Compiled {
         Some(code)
     }
 
-    /// Returns the code of an installed region, if memory still has the guest code from which it was compiled.
+    /// Returns the code of an installed region. If decoded code was dropped since the last comparison, first compares
+    /// the region's words with memory; if they differ, removes the region and returns `None`.
     fn installed<H: Hypervisor>(
         &mut self,
         place: Place,
@@ -256,7 +259,8 @@ impl Compiled {
                 below.load(at, 2, Order::default()).ok() == Some(u64::from(*word))
             };
             if !source.words.iter().all(is_there) {
-                // A target may still refer to the region: it is one of an older edition.
+                // A target may still refer to the region, but only with an older edition, so compiled code does not
+                // enter it.
                 self.regions.remove(&place);
                 return None;
             }
@@ -265,7 +269,8 @@ impl Compiled {
         Some(installed.region.chunk.start())
     }
 
-    /// Counts that the interpreter has come to an address. Returns the code of a region that is new.
+    /// Counts that the interpreter has come to an address. If that was often enough, asks the compiler; returns the
+    /// code of the region if the compiler has it.
     fn count<H: Hypervisor>(
         &mut self,
         place: Place,
@@ -302,7 +307,7 @@ impl Compiled {
     }
 }
 
-/// Returns the edition of targets that are valid now.
+/// Returns the edition of the targets that are valid now: see [`Frame::edition`].
 #[inline(always)]
 fn edition(caches: &Caches, context: Context) -> u64 {
     caches.edition << CONTEXT_BITS | context.bits()

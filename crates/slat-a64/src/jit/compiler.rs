@@ -13,13 +13,13 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The most compiled code of a process, in bytes.
+/// The greatest size of all compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
 
-/// The most regions that are known, compiled or not.
+/// The greatest number of pieces of guest code that the compiler remembers, compiled or not.
 const KNOWN: usize = 1 << 16;
 
-/// The time at which code is compiled.
+/// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
     /// The compiler's thread compiles code that has run often.
@@ -28,7 +28,7 @@ pub enum Compile {
     AtOnce,
 }
 
-/// The state of a piece of guest code in the compiler.
+/// What the compiler knows of a piece of guest code.
 enum Known {
     Waiting,
     Compiled(Arc<Region>),
@@ -53,8 +53,8 @@ impl fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. A thread must call [`work`](Self::work), unless all processors compile
-    /// [at once](Compile::AtOnce). Returns `None` if the host gives no address space for code.
+    /// Makes a compiler. A thread must call [`work`](Self::work), unless all processors compile [at
+    /// once](Compile::AtOnce). Returns `None` if the host cannot reserve address space for code.
     pub fn try_new() -> Option<Arc<Self>> {
         Self::with(MEMORY)
     }
@@ -62,7 +62,7 @@ impl Compiler {
     fn with(memory: usize) -> Option<Arc<Self>> {
         let isa = slat_jit::isa(&[
             ("opt_level", "speed"),
-            // Other processors change guest memory at any time.
+            // Cranelift may not reuse loaded values: other processors change guest memory at any time.
             ("enable_alias_analysis", "false"),
         ]);
         Some(Arc::new(Self {
@@ -75,15 +75,15 @@ impl Compiler {
         }))
     }
 
-    /// Registers the code with the signal handlers. Call before a processor runs compiled code.
+    /// Registers the memory for code with the signal handlers. Call before a processor runs compiled code.
     pub(super) fn announce(&self) {
         // SAFETY: a guarded access may leave compiled code by `slat_jit::enter` at any time: a checkpoint was made
         // before it. If another compiler was registered, its code belongs to processors of a parent process.
         unsafe { self.arena.announce(slat_jit::failed_access()) };
     }
 
-    /// Compiles what processors ask for, and never returns. Call on a separate thread, on which no filter forbids
-    /// `mprotect`.
+    /// Compiles what processors ask for, and never returns. Call on a separate thread, where no filter of system calls
+    /// forbids `mprotect`.
     pub fn work(&self) -> ! {
         let mut workshop = Workshop::default();
         loop {
@@ -97,12 +97,13 @@ impl Compiler {
         self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Returns a number that changes when processors have to forget their regions, because the memory for code is full.
+    /// Returns a number that changes when the memory for code is full. Processors must then drop their regions.
     pub(super) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// Returns the compiled code, or has it compiled: at once, or by the compiler's thread. `None`: there is none yet.
+    /// Returns the compiled code of `source`, if there is any. If not, compiles it at once and returns it, or queues it
+    /// for the compiler's thread and returns `None`.
     pub(super) fn get(&self, source: Source, compile: Compile) -> Option<Arc<Region>> {
         let mut known = lock(&self.known);
         match known.get(&source) {
@@ -129,7 +130,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles code, and makes it known.
+    /// Compiles `source`, and records the result.
     fn finish(&self, source: Source, workshop: &mut Workshop) -> Option<Arc<Region>> {
         let made = self.compile(source.clone(), workshop);
         let mut known = lock(&self.known);
@@ -140,7 +141,8 @@ impl Compiler {
                 Some(region)
             }
             Err(Refused::Full) => {
-                // All regions are freed once no processor uses them. Hot code is asked for again.
+                // The memory for code is full: once all processors have dropped their regions, these are freed.
+                // Processors ask again for code that is still hot.
                 known.clear();
                 self.generation.fetch_add(1, Ordering::Relaxed);
                 None
@@ -181,7 +183,7 @@ impl Compiler {
     }
 }
 
-/// The allocations that a compilation leaves for the next one to reuse.
+/// Allocations of a compilation, which the next one reuses.
 struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,

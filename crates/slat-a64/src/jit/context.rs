@@ -1,4 +1,4 @@
-//! What compiled code depends on besides the guest's instructions.
+//! The processor state on which compiled code depends.
 
 use crate::mmu::accessor;
 use crate::registers::{SCTLR, SCTLR_SA, SCTLR_SA0};
@@ -8,17 +8,17 @@ use crate::state::State;
 use crate::system::vectors_are_trapped;
 use crate::tier::Kind;
 
-/// The parts of a processor's state that are fixed in compiled code. Only instructions that are interpreted change
-/// them.
+/// The parts of a processor's state that compiled code assumes not to change: only instructions that the interpreter
+/// executes change them. Other values need other compiled code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Context {
     pub(super) accessor: Accessor,
-    /// The stack pointer must be aligned when it is a base.
+    /// An access with the stack pointer as base must find it aligned.
     pub(super) checks_stack: bool,
     pub(super) traps_vectors: bool,
-    /// Floating-point results are rounded to nearest, and denormals are not flushed. This is the usual mode.
+    /// FPCR has its usual mode: floating-point results are rounded to nearest, and denormals are not flushed to zero.
     pub(super) has_usual_floats: bool,
-    /// Accesses are made to the host's memory ([`Cpu::access_directly`](crate::Cpu::access_directly)).
+    /// Compiled code accesses the host's memory itself ([`Cpu::access_directly`](crate::Cpu::access_directly)).
     pub(super) is_direct: bool,
 }
 
@@ -49,7 +49,7 @@ impl Context {
             | u64::from(self.has_usual_floats) << 5
     }
 
-    /// Returns whose rights an access has.
+    /// Returns the exception level whose rights an access of this kind has.
     pub(super) fn accessor(self, kind: Kind) -> Accessor {
         match kind {
             Kind::Unprivileged => Accessor::El0,

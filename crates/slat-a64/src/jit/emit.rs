@@ -1,4 +1,4 @@
-//! The tier that emits code. It represents each of the guest's values by a `Value` of Cranelift's.
+//! The tier that emits code. It represents each of the guest's values by a Cranelift `Value`.
 
 use super::helpers::{Request, helper};
 use super::translator::Translator;
@@ -12,10 +12,10 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8X16, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 
-/// The logarithm of the bytes of a vector.
+/// The logarithm of the size of a vector in bytes.
 const VECTOR: u8 = 4;
 
-/// Defines functions that emit one instruction of Cranelift's.
+/// Defines functions that each emit one instruction of Cranelift's.
 macro_rules! emits {
     ($($name:ident($($argument:ident),*) = $emit:ident;)*) => {
         $(
@@ -26,7 +26,7 @@ macro_rules! emits {
     };
 }
 
-/// Defines functions of what the interpreter alone does.
+/// Defines the functions of instructions that are not compiled: they leave the instruction to the interpreter.
 macro_rules! interpreted {
     ($($name:ident($($type:ty),*) -> $result:ty;)*) => {
         $(

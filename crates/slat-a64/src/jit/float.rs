@@ -1,14 +1,15 @@
 //! Floating-point functions that the host's unit computes.
 //!
 //! The code of a region computes on the host only if FPCR has the usual mode ([`Context`](super::context::Context)):
-//! results are rounded to nearest, and denormals are numbers. The host then has the same results, and the same opinion
-//! of whether a result is inexact, which its flag remembers until compiled code is left ([`slat_jit::floats`]). All
-//! else is left to the function itself ([`Function::compute`]): a result that is a NaN, an infinity, or so small that
-//! Arm and the host may differ about underflow, and an operand that raises an exception.
+//! results are rounded to nearest, and denormals are not flushed. The host then has the same results as Arm, and agrees
+//! on which results are inexact. The host's inexact flag remembers that until compiled code is left
+//! ([`slat_jit::floats`]). In some cases compiled code calls the interpreter's function ([`Function::compute`])
+//! instead: if the result is a NaN, an infinity, or so small that Arm and the host may disagree about underflow, or if
+//! an operand raises an exception.
 //!
-//! Cranelift may compute at another place what depends on constants and on values from before a loop, and the flag
-//! would be set although the instruction has not been executed. So operands are values that have just been loaded, or
-//! results of which `Values::is_fixed` says that they have their place.
+//! Cranelift may move a computation on constants, or on values from before a loop, to an earlier place. The host would
+//! then set the inexact flag although the guest has not executed the instruction. So the operands are values that have
+//! just been loaded, or results that Cranelift does not move (`Values::is_fixed`).
 
 use super::frame::Frame;
 use super::host::{Shape, Usual};
@@ -24,7 +25,7 @@ use cranelift_codegen::ir::types::{F32, F64, I8X16, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// What the host computes.
+/// An operation that the host's floating-point unit computes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operation {
     Add,
@@ -60,7 +61,8 @@ impl Operation {
         })
     }
 
-    /// A sum that is a denormal is exact, and a square root is none.
+    /// Returns which results of the operation are right. For a sum or a square root it suffices to be finite: a
+    /// denormal sum is exact, and a square root is never denormal.
     fn usual(self) -> Usual {
         match self {
             Operation::Add | Operation::Sub | Operation::Sqrt => Usual::Finite,
@@ -70,7 +72,7 @@ impl Operation {
 }
 
 impl Translator<'_> {
-    /// Emits code for a floating-point function. `None`: compiled code calls the function.
+    /// Emits code for a floating-point function. `None`: the caller emits a call of the interpreter's function.
     pub(super) fn float_function(
         &mut self,
         function: &Function,
@@ -103,7 +105,7 @@ impl Translator<'_> {
             }
             Op::FromGeneral { bits } if function.immediate == 0 => {
                 let shape = Shape::scalar(function.size)?;
-                // By way of memory, so that the conversion has its place.
+                // Passes the operand through memory, so that Cranelift cannot move the conversion.
                 self.give(&[operands[0]]);
                 let number = self.v.field(offset_of!(Frame, operands));
                 Some(self.number_from(function, number, shape, bits.into()))
@@ -213,7 +215,7 @@ impl Translator<'_> {
         self.numbers_vector(bits, shape)
     }
 
-    /// Converts to an integer of `bits` bits, rounding towards zero.
+    /// Emits a conversion to an integer of `bits` bits, rounding towards zero.
     fn integer_of(
         &mut self,
         function: &Function,
@@ -222,7 +224,8 @@ impl Translator<'_> {
         bits: u32,
     ) -> Option<Vector> {
         let a = self.number_of(operands[0], shape.ty);
-        // The host converts to signed integers of 64 bits.
+        // The host converts to signed 64-bit integers only, so unsigned 64-bit results of 2^63 and more are left to the
+        // function.
         let most = bits - u32::from(function.is_signed || bits == 64);
         let limit = self.number_constant(2f64.powi(most as i32), shape);
         let value = match function.is_signed {
@@ -235,7 +238,7 @@ impl Translator<'_> {
             let is_positive = self.v.b.ins().fcmp(FloatCC::GreaterThan, a, least);
             fits = self.v.b.ins().band(fits, is_positive);
         }
-        // The host finds some of those inexact that are out of range here.
+        // Convert 0 instead of a number out of range: the host would report some of these as inexact.
         let zero = self.number_constant(0.0, shape);
         let converted = self.v.b.ins().select(fits, a, zero);
         let integer = self.v.b.ins().fcvt_to_sint_sat(I64, converted);
@@ -245,7 +248,7 @@ impl Translator<'_> {
         Some(Vector::Halves([integer, zero]))
     }
 
-    /// Converts an integer of `bits` bits. Neither overflow nor underflow is possible.
+    /// Emits a conversion from an integer of `bits` bits. It can neither overflow nor underflow.
     fn number_from(
         &mut self,
         function: &Function,
@@ -266,7 +269,7 @@ impl Translator<'_> {
         })
     }
 
-    /// Converts between single and double precision.
+    /// Emits a conversion between single and double precision.
     fn convert(&mut self, function: &Function, operands: [Vector; 3], from: u8) -> Option<Vector> {
         let (from, to) = (Shape::scalar(from)?, Shape::scalar(function.size)?);
         let a = self.number_of(operands[0], from.ty);
@@ -282,7 +285,7 @@ impl Translator<'_> {
         Some(Vector::Number(result))
     }
 
-    /// Emits FMAX, FMIN, FMAXNM and FMINNM of two numbers.
+    /// Emits FMAX, FMIN, FMAXNM and FMINNM of two scalars.
     fn extreme(
         &mut self,
         function: &Function,
@@ -299,7 +302,8 @@ impl Translator<'_> {
         let result = self.v.b.ins().select(first, a, b);
         let differ = self.v.b.ins().fcmp(FloatCC::OrderedNotEqual, a, b);
         let result = self.or_computed(function, operands, (result, differ), |t| {
-            // Zeros may have different signs.
+            // If `a` and `b` are equal and not zero, either is the result. Two zeros may differ in sign, so the
+            // function decides.
             let zero = t.number_constant(0.0, shape);
             let equal = t.v.b.ins().fcmp(FloatCC::Equal, a, b);
             let is_zero = t.v.b.ins().fcmp(FloatCC::Equal, a, zero);
@@ -308,7 +312,7 @@ impl Translator<'_> {
         Some(Vector::Number(result))
     }
 
-    /// Emits FCMEQ, FCMGE and FCMGT of lanes.
+    /// Emits FCMEQ, FCMGE and FCMGT of vectors.
     fn compare_lanes(
         &mut self,
         function: &Function,
@@ -325,7 +329,7 @@ impl Translator<'_> {
         self.numbers_vector(result, shape)
     }
 
-    /// Emits FCMP and FCMPE. `None`: compiled code calls the function.
+    /// Emits FCMP and FCMPE. `None`: the caller emits a call of the interpreter's function.
     pub(super) fn compare_on_host(
         &mut self,
         function: &Function,
@@ -345,7 +349,7 @@ impl Translator<'_> {
         let mut is = |cc| self.v.b.ins().fcmp(cc, a, b);
         let [less, equal, unordered] =
             [FloatCC::LessThan, FloatCC::Equal, FloatCC::Unordered].map(&mut is);
-        // The function raises the exception, if there is one.
+        // If an operand is a NaN, call the interpreter's function, which raises the exception that may be due.
         let (raises, on) = (self.v.b.create_block(), self.v.b.create_block());
         self.v.b.set_cold_block(raises);
         self.v.b.ins().brif(unordered, raises, &[], on, &[]);

@@ -1,4 +1,4 @@
-//! What compiled code reaches: the host's pinned register points to a [`Frame`].
+//! The memory that compiled code can access: the host's pinned register points to a [`Frame`].
 
 use crate::simd::float::IXC;
 use crate::state::State;
@@ -6,7 +6,7 @@ use crate::tlb::Entry;
 use slat_jit::floats;
 use std::ptr;
 
-/// The flags in the form that compiled code has them in.
+/// The flags in the form in which compiled code holds them.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct SavedFlags {
@@ -26,31 +26,31 @@ impl SavedFlags {
     }
 }
 
-/// The fields that compiled code uses. They are set before it is entered.
+/// The fields that compiled code uses. The processor sets them before it enters compiled code.
 #[repr(C)]
 pub(super) struct Frame {
     pub(super) entry: slat_jit::Frame,
     pub(super) state: *mut State,
     /// The first entry of the TLB.
     pub(super) tlb: *const Entry,
-    /// The first of the [`TARGETS`].
+    /// The first of the table's [`TARGETS`] entries.
     pub(super) targets: *const Target,
-    /// Only targets of this edition may be entered: a number that changes with the context, and when translations or
-    /// decoded code are dropped.
+    /// Compiled code may enter only targets of this edition. The number changes with the context, and when translations
+    /// or decoded code are dropped.
     pub(super) edition: u64,
-    /// The number of instructions that may still be executed.
+    /// The number of instructions that compiled code may still execute.
     pub(super) budget: i64,
-    /// The [`Helpers`](super::helpers::Helpers).
+    /// The table of helpers ([`Helpers`](super::helpers::Helpers)).
     pub(super) helpers: *const (),
-    /// The [`Mmu`](crate::mmu::Mmu), of a type that the helpers know.
+    /// The [`Mmu`](crate::mmu::Mmu). Its type depends on the embedder's `Hypervisor`, which the helpers know.
     pub(super) machine: *mut (),
-    /// The flags of the last checkpoint, if the state does not have them.
+    /// The flags at the last checkpoint, if the checkpoint did not write them to the state.
     pub(super) flags: SavedFlags,
     /// Not 0 while the host's floating-point unit is prepared for compiled code.
     pub(super) floats: u64,
-    /// The unit's settings of before.
+    /// The settings of the host's floating-point unit before [`begin_floats`](Self::begin_floats).
     before: floats::Before,
-    /// The operands of helpers that are vectors, and a result that is one.
+    /// Vector operands of helpers, and a vector result.
     pub(super) operands: [u128; 3],
     pub(super) result: u128,
 }
@@ -80,23 +80,24 @@ impl Frame {
         self.floats = 1;
     }
 
-    /// Call before other functions than those of the interpreter's meaning run, and before FPSR is read. Returns
-    /// whether the host's floating-point unit was prepared for compiled code. If so, the guest's FPSR gets its flag.
+    /// Call before code other than compiled code and the computing helpers runs, and before FPSR is read. Restores the
+    /// host's floating-point unit, and copies its inexact flag to the guest's FPSR. Returns whether the unit was
+    /// prepared for compiled code.
     pub(super) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.floats) != 0;
         if was && self.before.end() {
             // SAFETY: as in the helpers: the pointer was made of an exclusive reference before compiled code was
-            // entered, and nothing uses this reference until it is left.
+            // entered, and nothing uses that reference until compiled code is left.
             unsafe { (*self.state).fpsr |= IXC };
         }
         was
     }
 }
 
-/// The number of targets: a power of two.
+/// The number of entries in the table of targets: a power of two.
 pub(super) const TARGETS: usize = 4096;
 
-/// The logarithm of the bytes of a target.
+/// The logarithm of the size of a target in bytes.
 pub(super) const TARGET_BITS: u32 = size_of::<Target>().trailing_zeros();
 
 /// An address of guest code, and the compiled code for it.
@@ -105,7 +106,7 @@ pub(super) const TARGET_BITS: u32 = size_of::<Target>().trailing_zeros();
 pub(super) struct Target {
     pub(super) pc: u64,
     pub(super) code: *const u8,
-    /// The edition (the value of [`Frame::edition`]) for which the target is valid. 0: for none.
+    /// The value of [`Frame::edition`] for which the target is valid. 0: the target is never valid.
     pub(super) edition: u64,
 }
 
@@ -117,7 +118,7 @@ impl Target {
     };
 }
 
-/// Returns the index of the target for an address.
+/// Returns the index of the target for guest address `pc`.
 pub(super) fn target_index(pc: u64) -> usize {
     (pc >> 2 ^ pc >> 14) as usize & (TARGETS - 1)
 }

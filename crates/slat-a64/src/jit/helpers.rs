@@ -1,7 +1,8 @@
-//! The functions that compiled code calls: the interpreter's, for everything that is not emitted.
+//! The functions that compiled code calls for everything that it does not do itself. They call the interpreter's
+//! functions.
 //!
 //! A helper that has failed has changed nothing. Compiled code then leaves to the interpreter, which executes the
-//! instruction again and finds the same failure.
+//! instruction again and meets the same failure.
 
 use super::frame::Frame;
 use crate::crc;
@@ -24,7 +25,7 @@ const OPS: [AtomicOp; 9] = [
     AtomicOp::Swap,
 ];
 
-/// What a helper does, besides its operands: an access and its size, an operation, and a number of bytes.
+/// The constant arguments of a helper: the kind of access and its size, the atomic operation, and a number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) access: Access,
@@ -43,7 +44,7 @@ impl Request {
         }
     }
 
-    /// Returns the request as a number.
+    /// Packs the request into a number.
     pub(super) fn bits(self) -> i64 {
         let Access {
             order,
@@ -86,22 +87,22 @@ impl Request {
     }
 }
 
-/// The helpers for a machine. Each gets the frame first. Those that may fail return whether they have failed, and their
-/// results are in the frame.
+/// The table of helpers. The first argument of each is the frame. Helpers that can fail return 1 for failure, and leave
+/// their results in the frame.
 #[repr(C)]
 pub(super) struct Helpers {
     pub(super) load: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) store: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
     pub(super) load_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
-    /// The value is in the frame.
+    /// The value to store is in the frame.
     pub(super) store_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) prepare_stores: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) zero_block: slat_jit::helper!(fn(&mut Frame, u64) -> u64),
     pub(super) check_zero_block: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) atomic: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
-    /// The two values, and the result, are in the frame.
+    /// The expected value, the new value and the result are in the frame.
     pub(super) compare_exchange: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
-    /// The value is in the frame.
+    /// The value to store is in the frame.
     pub(super) store_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) read_system: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) mark_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64)),
@@ -112,7 +113,7 @@ pub(super) struct Helpers {
     pub(super) begin_floats: slat_jit::helper!(fn(&mut Frame)),
 }
 
-/// The offset of a helper in the table.
+/// Returns the offset of a helper in [`Helpers`].
 macro_rules! helper {
     ($name:ident) => {
         std::mem::offset_of!($crate::jit::helpers::Helpers, $name)
@@ -120,8 +121,8 @@ macro_rules! helper {
 }
 pub(super) use helper;
 
-/// Calls a function with the interpreter's tier for the processor that executes compiled code. The function may run
-/// code of the embedder's.
+/// Calls `then` with the interpreter's tier for the processor that executes compiled code. Restores the host's
+/// floating-point unit meanwhile, because `then` may run code of the embedder's.
 fn outside<H: Hypervisor, R>(
     frame: &mut Frame,
     then: impl FnOnce(&mut Now<'_, Mmu<'_, H>>) -> R,
@@ -137,19 +138,19 @@ fn outside<H: Hypervisor, R>(
 /// Returns the interpreter's tier for the processor that executes compiled code.
 fn now<'a, H: Hypervisor>(frame: &'a mut Frame) -> Now<'a, Mmu<'a, H>> {
     // SAFETY: both pointers were made of exclusive references before compiled code was entered, and nothing uses these
-    // references until it is left. The machine has this type, because the frame's helpers were made for `H`.
+    // references until compiled code is left. The machine has this type, because the frame's helpers were made for `H`.
     unsafe {
         Now {
             state: &mut *frame.state,
             machine: &mut *frame.machine.cast(),
-            // No helper depends on it.
+            // No helper uses the program counter.
             pc: 0,
         }
     }
 }
 
 impl Helpers {
-    /// The helpers for a machine.
+    /// Returns the helpers for a machine of type `H`.
     pub(super) const fn of<H: Hypervisor>() -> Self {
         Self {
             load: load::<H>,
@@ -201,7 +202,7 @@ slat_jit::helper! {
     }
 }
 
-/// Gives compiled code a result. Returns whether there is none.
+/// Stores a result in the frame, for compiled code. Returns 1 if the result is an error.
 fn give<E>(frame: &mut Frame, result: Result<u128, E>) -> u64 {
     match result {
         Ok(result) => {
@@ -310,7 +311,7 @@ slat_jit::helper! {
 }
 
 slat_jit::helper! {
-    /// `kind`: the number of bits, and 1 << 8 for CRC32C.
+    /// `kind`: the number of bits, plus 1 << 8 for CRC32C.
     fn crc(_: &mut Frame, old: u64, value: u64, kind: u64) -> u64 {
         crc::crc(old as u32, value, kind as u32 & 0xff, kind >> 8 != 0).into()
     }

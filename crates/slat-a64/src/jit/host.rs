@@ -1,4 +1,4 @@
-//! What code for floating-point functions consists of: operands, and the checks of results (`float`).
+//! Parts of the code that `float` emits: operands, and checks of the results.
 
 use super::helpers::helper;
 use super::translator::Translator;
@@ -9,13 +9,13 @@ use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
 use cranelift_codegen::ir::types::{F64, I8X16, I32, I64X2};
 use cranelift_codegen::ir::{InstBuilder, Type, Value};
 
-/// Which results the host has computed as Arm does.
+/// Which results of the host's unit are known to equal Arm's.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Usual {
-    /// Results that are finite. The result of such a function is never tiny and inexact at once.
+    /// Finite results. For operations with this value, no result is both tiny and inexact.
     Finite,
-    /// Results that are finite, and larger than the least normal number. Also results of an operand that is zero,
-    /// because such a result is exact.
+    /// Finite results larger than the least normal number. If an operand is zero, the result is exact, and any finite
+    /// result is right.
     Normal,
 }
 
@@ -23,7 +23,7 @@ pub(super) enum Usual {
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub(super) ty: Type,
-    /// The lanes that are computed.
+    /// The number of lanes that are computed.
     pub(super) lanes: u32,
     pub(super) size: u8,
 }
@@ -50,14 +50,14 @@ impl Shape {
 }
 
 impl Translator<'_> {
-    /// Returns the lanes of an operand.
+    /// Returns an operand as a scalar or a vector of numbers, as `shape` says.
     pub(super) fn numbers(&mut self, vector: Vector, shape: Shape) -> Value {
         if shape.is_scalar() {
             return self.number_of(vector, shape.ty);
         }
         let whole = match shape.lanes << shape.size {
             16 => self.whole(vector),
-            // What the upper half has would set flags.
+            // Clear the upper half: computing with its contents would set flags.
             _ => {
                 let low = self.half(vector, 0);
                 let lanes = self.v.b.ins().scalar_to_vector(I64X2, low);
@@ -67,7 +67,7 @@ impl Translator<'_> {
         self.v.cast(whole, shape.ty)
     }
 
-    /// Returns a number as lanes.
+    /// Returns a constant number in all lanes.
     pub(super) fn all_lanes(&mut self, bits: u64, shape: Shape) -> Value {
         let number = match shape.size {
             3 => self.v.b.ins().f64const(f64::from_bits(bits)),
@@ -79,7 +79,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns whether comparisons hold for all lanes that are computed.
+    /// Returns whether a comparison holds for all lanes that are computed.
     pub(super) fn all(&mut self, truth: Value, shape: Shape) -> Value {
         if shape.is_scalar() {
             return truth;
@@ -90,7 +90,8 @@ impl Translator<'_> {
         self.v.b.ins().icmp_imm(IntCC::Equal, bits, mask)
     }
 
-    /// Returns `result` if `usual` holds, or else if `rarely` does, and the result of the function itself otherwise.
+    /// Returns `result` if `usual` or the condition from `rarely` holds, and else calls the interpreter's function for
+    /// the result.
     pub(super) fn or_computed(
         &mut self,
         function: &Function,
@@ -128,7 +129,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns lanes as bytes, and a number as it is.
+    /// Returns lanes as a vector of bytes. A scalar stays as it is.
     pub(super) fn as_bits(&mut self, result: Value, shape: Shape) -> Value {
         match shape.is_scalar() {
             true => result,
@@ -136,7 +137,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns whether the magnitudes of all lanes are numbers that the comparison with `bits` holds for.
+    /// Returns whether the absolute value of each lane compares as `cc` with the number that has these bits.
     pub(super) fn magnitudes(
         &mut self,
         numbers: Value,
@@ -163,7 +164,8 @@ impl Translator<'_> {
         self.all(holds, shape)
     }
 
-    /// Returns whether each lane is usual, or finite and the result of an operand that is zero.
+    /// Returns whether each lane is finite, and either larger than the least normal number or the result of a zero
+    /// operand.
     pub(super) fn is_exact(&mut self, result: Value, operands: [Value; 2], shape: Shape) -> Value {
         let format = Format::of(shape.size);
         let zero = self.all_lanes(0, shape);
@@ -183,7 +185,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Calls a function. Its result is in the frame.
+    /// Emits a call of the interpreter's function. Its result is in the frame.
     pub(super) fn call_function(&mut self, function: &Function, operands: [Vector; 3]) {
         self.give(&operands);
         let function = self.keep(*function);

@@ -1,14 +1,15 @@
 //! The plan of a region: its blocks, and where registers are written back.
 //!
-//! Registers are values of the region's function from its beginning to its end. Where the interpreter may have to
-//! continue, they must be in the [`State`](crate::state::State). That is at a *checkpoint*: before its instruction, all
-//! registers were written back, and the flags to the frame; and until the next checkpoint nothing else has changed that
-//! the interpreter would change again. If an instruction ends early, the interpreter executes those from the last
-//! checkpoint on again. So a checkpoint is made before the first access of a block, and before the first access after a
-//! store or a change of FPSR; a row of loads needs one.
+//! Compiled code holds the guest's registers in values of the host function. Where the interpreter may have to
+//! continue, they must be in the [`State`](crate::state::State). Such a point is a *checkpoint*: before its
+//! instruction, compiled code writes the registers to the state, and the flags to the frame. If a later instruction
+//! ends early, the interpreter executes all instructions from the last checkpoint on again. So after compiled code has
+//! changed anything else, such as memory, the next instruction that may end early needs a new checkpoint. So a
+//! checkpoint is made before the first access of a block, and before the first access after a store or a change of
+//! FPSR; a sequence of loads needs one checkpoint only.
 //!
 //! A register is *dirty* where the state may have an older value. Which registers are dirty at the beginning of a block
-//! follows from the blocks that lead there.
+//! follows from the blocks that can precede it.
 
 use super::source::Source;
 use super::uses::{FLAGS, Flow, Uses, uses};
@@ -17,7 +18,7 @@ use crate::insn::Insn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::vec::Vec;
 
-/// The most addresses with which the target of a branch to a register is compared.
+/// The greatest number of return addresses with which compiled code compares the target of an indirect branch.
 const RETURNS: usize = 4;
 
 /// An instruction of a block.
@@ -26,31 +27,31 @@ pub(super) struct Step {
     /// `None`: the instruction is UNDEFINED.
     pub(super) insn: Option<Insn>,
     pub(super) flow: Flow,
-    /// Whether a checkpoint is made before the instruction.
+    /// Whether compiled code makes a checkpoint before the instruction.
     pub(super) is_checkpoint: bool,
     pub(super) uses: Uses,
 }
 
-/// Instructions that are executed one after another.
+/// Instructions of a region that are executed one after another.
 pub(super) struct Block {
     pub(super) steps: Vec<Step>,
-    /// The registers that are dirty at the beginning.
+    /// The registers that are dirty at the beginning of the block.
     pub(super) dirty: u64,
 }
 
-/// The blocks of a region, by address.
+/// The blocks of a region, by the address of their first instruction.
 pub(super) struct Plan {
     pub(super) blocks: BTreeMap<u64, Block>,
     /// The registers that the region uses.
     pub(super) registers: u64,
-    /// The host's floating-point unit may compute in the region.
+    /// Whether the host's floating-point unit may compute in the region.
     pub(super) computes_floats: bool,
-    /// The addresses to which called functions return, as far as they are in the region.
+    /// The addresses in the region to which called functions return.
     pub(super) returns: Vec<u64>,
 }
 
 impl Block {
-    /// Returns the addresses where execution may continue after the block, if they are fixed.
+    /// Returns the constant addresses at which execution may continue after the block.
     fn successors(&self) -> impl Iterator<Item = u64> {
         let last = self.steps.last();
         let flow = last.map(|step| (step.flow, step.pc.wrapping_add(4)));
@@ -63,12 +64,12 @@ impl Block {
         pair.into_iter().flatten()
     }
 
-    /// Returns the registers that are dirty at the end.
+    /// Returns the registers that are dirty at the end of the block.
     fn dirty_after(&self) -> u64 {
         self.steps.iter().fold(self.dirty, |dirty, step| {
             let before = match step.is_checkpoint {
                 true if step.uses.reads_state => 0,
-                // A checkpoint saves the flags in another place than the state.
+                // A checkpoint saves the flags in the frame, so they stay dirty: the state does not have them.
                 true => dirty & 1 << FLAGS,
                 false => dirty,
             };
@@ -153,7 +154,7 @@ impl Plan {
         plan
     }
 
-    /// Computes the registers that are dirty at the beginnings of blocks.
+    /// Computes which registers are dirty at the beginning of each block.
     fn find_dirty(&mut self) {
         let starts: Vec<_> = self.blocks.keys().copied().collect();
         loop {
@@ -218,7 +219,8 @@ mod tests {
             let steps = &plan.blocks[&start].steps;
             steps.iter().map(|step| step.is_checkpoint).collect()
         };
-        // An instruction that is restarted may repeat this load and this store. It must not repeat an earlier store.
+        // The load and the store share a checkpoint: the interpreter may repeat the load. Two stores need two
+        // checkpoints: a store must not be repeated.
         assert_eq!(checkpoints(0x7000), [true, false, false, false]);
         assert_eq!(checkpoints(0x7010), [true, true, false]);
         let changed = 1 | 2 | 4 | 8 | 1 << FLAGS;

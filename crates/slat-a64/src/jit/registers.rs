@@ -1,8 +1,8 @@
-//! The vector registers.
+//! Reads and writes of vector registers in compiled code.
 //!
-//! The state always has the registers' values: a write stores there at once, and a read loads the form that its user
-//! needs. A block remembers those of its values that have their place ([`is_fixed`]), so that a sum need not wait for
-//! memory.
+//! The state always has the registers' values: a write stores to the state at once, and a read loads the type that its
+//! user needs. Within a block, compiled code also reuses values that Cranelift does not move ([`is_fixed`]), so that a
+//! chain of additions need not wait for memory.
 //!
 //! [`is_fixed`]: super::values::Values::is_fixed
 
@@ -48,7 +48,7 @@ impl Translator<'_> {
                 self.store_register(r, value, 0);
                 self.store_register(r, zero, 8);
             }
-            // One store, so that the host can forward all of it to a load.
+            // One store of 16 bytes, because the host can forward one store, but not two, to a load.
             _ => {
                 let whole = self.whole(vector);
                 self.store_register(r, whole, 0);
@@ -56,7 +56,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns a half of a vector.
+    /// Returns half `half` of a vector as an integer.
     pub(super) fn half(&mut self, vector: Vector, half: usize) -> Value {
         match vector {
             Vector::Register(r) => self.load_register(r, I64, 8 * half as i32),
@@ -76,7 +76,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns a vector as bytes.
+    /// Returns all 16 bytes of a vector.
     pub(super) fn whole(&mut self, vector: Vector) -> Value {
         match vector {
             Vector::Register(r) => match self.now.vectors[usize::from(r & 31)].whole {
@@ -152,7 +152,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the floating-point number of 1 << `size` bytes in lane 0 of a vector, if there is a value for it.
+    /// Returns the value of the floating-point number of 1 << `size` bytes in lane 0 of a vector, if the block has one.
+    /// `None`: it would have to be loaded.
     pub(super) fn known_number(&self, vector: Vector, size: u8) -> Option<Value> {
         let number = match vector {
             Vector::Number(value) => Some(value),
@@ -163,12 +164,12 @@ impl Translator<'_> {
         number.filter(|value| self.v.b.func.dfg.value_type(*value) == ty)
     }
 
-    /// Gives a helper its operands.
+    /// Stores the operands of a helper in the frame.
     pub(super) fn give(&mut self, operands: &[Vector]) {
         for (n, vector) in operands.iter().enumerate() {
             let at = offset_of!(Frame, operands) + 16 * n;
             match *vector {
-                // The block may remember no value of this place, which is not always reached.
+                // Load without remembering the value: this code may be on a path that is not always executed.
                 Vector::Register(r) => {
                     let whole = self.load_register(r, I8X16, 0);
                     self.v.set_field(at, whole);
@@ -178,7 +179,7 @@ impl Translator<'_> {
                         self.v.set_field(at + 8 * half, value);
                     }
                 }
-                // A function of numbers uses no other bytes.
+                // For a scalar, the function ignores the other bytes of the operand.
                 Vector::Whole(value) | Vector::Number(value) => self.v.set_field(at, value),
             }
         }

@@ -1,5 +1,5 @@
-//! The guest code of a region: instructions of one page that are reached from the first one. A function that is called
-//! is a part of it, and so is the code to which it returns.
+//! The guest code of a region: instructions of one page that execution can reach from the first one. It includes called
+//! functions and the code to which they return.
 
 use super::context::Context;
 use super::uses::{Flow, uses};
@@ -8,22 +8,22 @@ use std::collections::BTreeMap;
 use std::vec::Vec;
 
 const PAGE: u64 = 4096;
-/// The most instructions of a region, and the most addresses at which its blocks begin.
+/// The greatest number of instructions in a region. Also the greatest number of addresses at which its blocks begin.
 const INSTRUCTIONS: usize = 256;
 const BLOCKS: usize = 32;
 
-/// The guest code from which a region is compiled, and all else on which the region depends.
+/// The guest code from which a region is compiled, and the processor state on which the region depends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Source {
     pub(super) pc: u64,
     pub(super) context: Context,
-    /// The instructions, ascending: their offsets in the page of `pc`, and their words.
+    /// The instructions in ascending order: offsets in the page of `pc`, and words.
     pub(super) words: Vec<(u16, u32)>,
 }
 
 impl Source {
-    /// Collects the code that is reached from `pc`. `fetch` returns the word at an offset in the page. `None`: the word
-    /// at `pc` cannot be fetched.
+    /// Collects the code that execution can reach from `pc`. `fetch` returns the word at an offset in the page. Returns
+    /// `None` if the word at `pc` cannot be fetched.
     pub(super) fn collect(
         pc: u64,
         context: Context,
@@ -63,7 +63,7 @@ impl Source {
         (!words.is_empty()).then_some(Self { pc, context, words })
     }
 
-    /// Returns the address of the instruction at an offset.
+    /// Returns the address of the instruction at an offset in the page.
     pub(super) fn address(&self, offset: u16) -> u64 {
         self.pc & !(PAGE - 1) | u64::from(offset)
     }

@@ -1,6 +1,6 @@
-//! From guest code to Cranelift's intermediate language.
+//! Translates guest code to Cranelift's intermediate language.
 //!
-//! A region is one function of the host, and has the blocks of its [`Plan`].
+//! A region becomes one function of the host, with the blocks of its [`Plan`].
 
 use super::context::Context;
 use super::frame::{Frame, TARGET_BITS, TARGETS, Target, target_index};
@@ -21,28 +21,28 @@ use std::collections::{BTreeMap, HashMap};
 use std::mem::offset_of;
 use std::vec::Vec;
 
-/// A region's result: the program counter is set, and execution continues there.
+/// A region's return value: the program counter is set, and execution may continue there in compiled code.
 pub(super) const CONTINUE: u64 = 0;
-/// A region's result: the interpreter has to execute the instruction at the program counter.
+/// A region's return value: the interpreter must execute the instruction at the program counter.
 pub(super) const INTERPRET: u64 = 1;
-/// Like [`INTERPRET`], but the frame has the flags, and not the state.
+/// Like [`INTERPRET`], but the current flags are in the frame, not in the state.
 pub(super) const INTERPRET_WITH_FLAGS: u64 = 2;
 
-/// What a region has besides its code.
+/// The result of a translation, besides the code.
 pub(super) struct Translated {
     pub(super) points: Vec<Point>,
-    /// The functions to which the code has pointers.
+    /// The functions to which the code has pointers; they must live as long as the code.
     pub(super) functions: Vec<Kept>,
 }
 
-/// Returns the signature of a region (`slat_jit::enter`).
+/// Returns the signature of a region's function (`slat_jit::enter`).
 pub(super) fn signature() -> Signature {
     let mut signature = Signature::new(CallConv::Winch);
     signature.returns.push(AbiParam::new(I64));
     signature
 }
 
-/// Builds the function of a region.
+/// Translates a region to a function.
 pub(super) fn translate(
     builder: FunctionBuilder<'_>,
     plan: &Plan,
@@ -101,9 +101,9 @@ impl<'a> Translator<'a> {
         translator
     }
 
-    /// Emits a block.
+    /// Emits the code of a block.
     fn block(&mut self, start: u64, steps: &[Step], dirty: u64) {
-        // The interpreter counts what it executes.
+        // Instructions that the interpreter executes are not counted here: the interpreter counts them.
         let is_compiled = |step: &&Step| step.flow != Flow::Interpret;
         let count = steps.iter().filter(is_compiled).count() as i64;
         self.v.b.switch_to_block(self.heads[&start]);
@@ -152,7 +152,8 @@ impl<'a> Translator<'a> {
         self.go(self.now.pc);
     }
 
-    /// Leaves at the current instruction. `more` of the counted instructions were not executed.
+    /// Emits an exit from compiled code at the current instruction, with return value `number`. `more` counted
+    /// instructions were not executed.
     fn leave_here(&mut self, number: u64, more: i64) {
         self.write_back();
         let pc = self.v.constant(self.now.pc as i64);
@@ -161,7 +162,7 @@ impl<'a> Translator<'a> {
         self.return_number(number);
     }
 
-    /// Continues at an address.
+    /// Emits a jump to an address of guest code: within the region, or out of it.
     fn go(&mut self, target: u64) {
         self.settle_flags();
         match self.heads.get(&target) {
@@ -172,7 +173,7 @@ impl<'a> Translator<'a> {
         }
     }
 
-    /// Continues at one of two addresses.
+    /// Emits a conditional jump: to `target` if `jumps` is true, else to `following`.
     fn go_if(&mut self, jumps: Truth, target: u64, following: u64) {
         let condition = jumps.condition(&mut self.v);
         self.settle_flags();
@@ -193,7 +194,7 @@ impl<'a> Translator<'a> {
         }
     }
 
-    /// Leaves the region for an address.
+    /// Emits an exit from the region to a constant address.
     fn exit(&mut self, target: u64) {
         self.write_back();
         let targets = self.v.field(offset_of!(Frame, targets));
@@ -203,10 +204,10 @@ impl<'a> Translator<'a> {
         self.chain(target, entry);
     }
 
-    /// Leaves the region for an address that is computed.
+    /// Emits a jump to an address that the guest has computed.
     fn go_indirectly(&mut self, target: Value) {
         let b = &mut self.v.b;
-        // Without a tag, the upper bytes are copies of bit 55.
+        // In an address without a tag, the upper byte is a copy of bit 55. Others need the helper.
         let shifted = b.ins().ishl_imm(target, 8);
         let untagged = b.ins().sshr_imm(shifted, 8);
         let is_plain = b.ins().icmp(IntCC::Equal, untagged, target);
@@ -231,7 +232,7 @@ impl<'a> Translator<'a> {
         }
         self.write_back();
         let b = &mut self.v.b;
-        // This is `target_index`.
+        // Computes what `target_index` computes.
         let [low, high] = [2, 14].map(|by| b.ins().ushr_imm(pc, by));
         let index = b.ins().bxor(low, high);
         let index = b.ins().band_imm(index, TARGETS as i64 - 1);
@@ -241,7 +242,8 @@ impl<'a> Translator<'a> {
         self.chain(pc, entry);
     }
 
-    /// Continues in the region for an address if `entry` is a target for it. All registers were written back.
+    /// Emits the exit to guest address `pc`: continues in the region of target `entry` if that is valid for `pc`, else
+    /// leaves compiled code. All registers were written back.
     fn chain(&mut self, pc: Value, entry: Value) {
         self.write_budget(0);
         let trusted = MemFlags::trusted();
@@ -265,7 +267,7 @@ impl<'a> Translator<'a> {
         self.return_number(CONTINUE);
     }
 
-    /// Adds the blocks that leave, and ends the function.
+    /// Adds the blocks that leave at checkpoints, and ends the function.
     fn finish(mut self) -> Translated {
         for (number, block) in std::mem::take(&mut self.leaves) {
             self.v.b.switch_to_block(block);

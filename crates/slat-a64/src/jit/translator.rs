@@ -1,10 +1,10 @@
 //! The state of a translation: the values of registers and flags, and the checkpoints.
 //!
-//! The registers that a region uses are variables, which are read from the state at its beginning.
-//! [`Plan`](super::plan::Plan) says where they are written back.
+//! The registers that a region uses are Cranelift variables, which compiled code loads from the state at the beginning
+//! of the region. [`Plan`](super::plan::Plan) says where it writes them back.
 //!
-//! The flags are four variables, in the form of [`SavedFlags`]. So a loop that sets flags and does not use them
-//! computes hardly anything for them. A checkpoint saves the variables as they are, and computes nothing.
+//! The flags are four variables, each in the form of a field of [`SavedFlags`]. This form costs almost nothing to
+//! compute, so a loop that sets flags without using them loses little. A checkpoint saves the variables as they are.
 
 use super::context::Context;
 use super::frame::{Frame, SavedFlags};
@@ -27,47 +27,48 @@ use std::vec::Vec;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Point {
     pub(super) pc: u64,
-    /// The instructions from here to the end of the block, which were counted at the beginning of the block.
+    /// The number of instructions from the checkpoint to the end of the block. They were counted at the beginning of
+    /// the block.
     pub(super) uncounted: i64,
-    /// Whether the frame has the flags, and not the state.
+    /// Whether the frame, and not the state, has the flags.
     pub(super) has_flags: bool,
 }
 
 /// A function to which compiled code has a pointer.
 pub(super) struct Kept(Box<Function>);
 
-/// The current position.
+/// What is known at the current instruction of the translation.
 pub(super) struct Now {
     /// The address of the instruction.
     pub(super) pc: u64,
-    /// The instructions from here to the end of the block.
+    /// The number of counted instructions from this one to the end of the block.
     pub(super) rest: i64,
-    /// The registers whose values the state does not have: a bit for each.
+    /// The registers whose current values are not in the state: one bit for each.
     pub(super) dirty: u64,
     /// The flags, if the block has set them.
     pub(super) flags: Option<[Truth; 4]>,
-    /// Whether the frame has these flags.
+    /// Whether the last checkpoint has saved the current flags to the frame.
     pub(super) has_saved_flags: bool,
-    /// The values of vector registers that the block remembers.
+    /// The values of vector registers that the block can reuse.
     pub(super) vectors: [Known; 32],
 }
 
 pub(super) struct Translator<'a> {
     pub(super) v: Values<'a>,
     pub(super) context: Context,
-    /// The variables of registers by number, and those of the flags.
+    /// The variables of the registers, by register number. `flags` are those of the flags.
     pub(super) registers: Vec<Variable>,
     pub(super) flags: [Variable; 4],
     pub(super) budget: Variable,
-    /// The address of the state, and of the TLB.
+    /// The addresses of the state and of the TLB.
     pub(super) state: Value,
     pub(super) tlb: Value,
     pub(super) now: Now,
     pub(super) heads: BTreeMap<u64, Block>,
-    /// See [`Plan`].
+    /// The addresses in the region to which called functions return ([`Plan::returns`]).
     pub(super) returns: Vec<u64>,
     pub(super) points: Vec<Point>,
-    /// The blocks that leave at checkpoints, by the number of the checkpoint.
+    /// The blocks that leave at a checkpoint, by the checkpoint's index in `points`.
     pub(super) leaves: HashMap<usize, Block>,
     pub(super) functions: Vec<Kept>,
 }
@@ -76,7 +77,7 @@ fn numbers(registers: u64) -> impl Iterator<Item = u32> {
     (0..FLAGS).filter(move |r| registers >> r & 1 != 0)
 }
 
-/// Returns the offset of a register in the state.
+/// Returns the offset of register `r` in the state.
 fn offset_of_register(r: u32) -> i32 {
     let offset = match r {
         SP => offset_of!(State, sp),
@@ -86,7 +87,7 @@ fn offset_of_register(r: u32) -> i32 {
 }
 
 impl Translator<'_> {
-    /// Reads all registers that the region uses.
+    /// Emits loads of all registers that the region uses.
     pub(super) fn read_state(&mut self, used: u64) {
         let trusted = MemFlags::trusted();
         for r in numbers(used) {
@@ -105,7 +106,7 @@ impl Translator<'_> {
         self.v.b.def_var(self.budget, budget);
     }
 
-    /// Returns flags in the form that variables have.
+    /// Returns flags in the form of their variables ([`SavedFlags`]).
     fn flag_values(&mut self, [n, z, c, v]: [Truth; 4]) -> [Value; 4] {
         [
             n.negative(&mut self.v),
@@ -145,7 +146,8 @@ impl Translator<'_> {
         self.now.dirty |= 1 << r;
     }
 
-    /// Prepares the host's floating-point unit, unless that was done since compiled code was entered.
+    /// Emits a call that prepares the host's floating-point unit, unless it was prepared since compiled code was
+    /// entered.
     pub(super) fn begin_floats(&mut self) {
         let begun = self.v.field(offset_of!(Frame, floats));
         let (begin, on) = (self.v.b.create_block(), self.v.b.create_block());
@@ -159,13 +161,13 @@ impl Translator<'_> {
         self.v.b.switch_to_block(on);
     }
 
-    /// Returns a helper's result, or its first bytes.
+    /// Loads a helper's result from the frame: as many bytes as `ty` has.
     pub(super) fn result(&mut self, ty: Type) -> Value {
         let (frame, at) = (self.v.frame(), offset_of!(Frame, result) as i32);
         (self.v.b.ins()).load(ty, MemFlags::trusted(), frame, at)
     }
 
-    /// Keeps a function, and returns its address.
+    /// Keeps a function alive as long as the code, and returns its address.
     pub(super) fn keep(&mut self, function: Function) -> Value {
         let known = self.functions.iter().position(|known| *known.0 == function);
         let at = known.unwrap_or_else(|| {
@@ -176,7 +178,7 @@ impl Translator<'_> {
         self.v.constant(address as i64)
     }
 
-    /// Writes the dirty registers to the state. They stay dirty.
+    /// Emits stores of the dirty registers and flags to the state. They stay marked as dirty.
     pub(super) fn write_back(&mut self) {
         self.write_registers();
         let trusted = MemFlags::trusted();
@@ -189,7 +191,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes the dirty registers to the state, but not the flags.
+    /// Emits stores of the dirty registers to the state, but not of the flags.
     pub(super) fn write_registers(&mut self) {
         for r in numbers(self.now.dirty) {
             let value = self.register(r);
@@ -198,7 +200,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes the flags to the frame.
+    /// Emits stores of the flags to the frame, unless it has them.
     pub(super) fn save_flags(&mut self) {
         if std::mem::replace(&mut self.now.has_saved_flags, true) {
             return;
@@ -223,8 +225,8 @@ impl Translator<'_> {
         (self.v.b.ins()).store(MemFlags::trusted(), pc, self.state, at);
     }
 
-    /// Writes the number of instructions that may still be executed to the frame: those that were not executed are
-    /// `more`.
+    /// Emits a store of the budget to the frame: the number of instructions that may still be executed. `more` counted
+    /// instructions were not executed, and are added.
     pub(super) fn write_budget(&mut self, more: i64) {
         let mut budget = self.v.b.use_var(self.budget);
         if more != 0 {
@@ -233,7 +235,8 @@ impl Translator<'_> {
         self.v.set_field(offset_of!(Frame, budget), budget);
     }
 
-    /// Makes a checkpoint before the current instruction, which may read the state itself.
+    /// Emits a checkpoint before the current instruction. If `reads_state`, the instruction reads registers in the
+    /// state itself, so the flags are written to the state, too, instead of the frame.
     pub(super) fn checkpoint(&mut self, reads_state: bool) {
         if reads_state {
             self.write_back();
@@ -280,7 +283,7 @@ impl Translator<'_> {
         self.v.b.ins().return_(&[number]);
     }
 
-    /// Makes the flags of the block those of the region.
+    /// Assigns the flags that the block has set to the variables of the region.
     pub(super) fn settle_flags(&mut self) {
         if let Some(flags) = self.now.flags.take() {
             self.define_flags(flags);

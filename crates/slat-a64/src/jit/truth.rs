@@ -1,4 +1,5 @@
-//! Truth values: comparisons that are emitted where they are used, so that a branch is one comparison of the host.
+//! Truth values of the code that is emitted. A comparison is emitted where it is used, so that a compare and a branch
+//! of the guest become a compare and a branch of the host.
 
 use super::values::Values;
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
@@ -9,17 +10,17 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Truth {
     Constant(bool),
-    /// 0 or 1, in 8 bits.
+    /// A value of 8 bits that is 0 or 1.
     Is(Value),
     /// A comparison of two values of one type.
     Compare(IntCC, Value, Value),
-    /// Whether a bit of a value is `set`.
+    /// Bit `n` of a value is 1 if `set`, else 0.
     Bit {
         value: Value,
         n: u32,
         set: bool,
     },
-    /// Whether a value `is` zero.
+    /// A value is zero if `is`, else it is not zero.
     Zero {
         value: Value,
         is: bool,
@@ -41,7 +42,7 @@ impl Truth {
         }
     }
 
-    /// Returns 0 or 1, in 8 bits.
+    /// Returns an 8-bit value that is 1 if this is true, else 0.
     pub(super) fn value(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Constant(is) => v.b.ins().iconst(I8, i64::from(is)),
@@ -88,7 +89,7 @@ impl Truth {
         }
     }
 
-    /// Returns 64 bits that are negative if this is true.
+    /// Returns a 64-bit value that is negative if this is true.
     pub(super) fn negative(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Bit {
@@ -107,7 +108,7 @@ impl Truth {
         }
     }
 
-    /// Returns 64 bits that are zero if this is true.
+    /// Returns a 64-bit value that is zero if this is true.
     pub(super) fn zero(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Zero { value, is: true } => value,
@@ -122,7 +123,8 @@ impl Truth {
         match (self, other) {
             (Truth::Constant(true), is) | (is, Truth::Constant(true)) => is,
             (Truth::Constant(false), _) | (_, Truth::Constant(false)) => Truth::Constant(false),
-            // HI and GT after a comparison: not below, or not less, and not equal.
+            // HI and GT combine two comparisons of the same operands: not lower, or not less, and not equal. Emit one
+            // comparison.
             (
                 Truth::Compare(
                     cc @ (IntCC::UnsignedGreaterThanOrEqual | IntCC::SignedGreaterThanOrEqual),
@@ -195,7 +197,7 @@ impl Values<'_> {
         dfg.value_def(value).inst().map(|inst| dfg.insts[inst])
     }
 
-    /// Returns the operands of a binary operation.
+    /// If `value` is the result of a binary operation `wanted`, returns its operands.
     fn binary(&self, value: Value, wanted: Opcode) -> Option<(Value, Value)> {
         match self.instruction(value) {
             Some(InstructionData::Binary { opcode, args }) if opcode == wanted => {
@@ -205,8 +207,8 @@ impl Values<'_> {
         }
     }
 
-    /// If `value` is a difference, or the lower half of one of lower halves, returns its operands, and whether it is a
-    /// lower half.
+    /// If `value` is `a - b`, returns `a`, `b` and `false`. If `value` is the lower half of a difference of lower
+    /// halves, returns the operands and `true`.
     pub(super) fn difference(&self, value: Value) -> Option<(Value, Value, bool)> {
         if let Some((a, b)) = self.binary(value, Opcode::Isub) {
             return Some((a, b, false));
@@ -222,7 +224,7 @@ impl Values<'_> {
             .is_some_and(|(x, y, _)| (x, y) == (strip(a), strip(b)))
     }
 
-    /// If `value` is 32 bits of a longer value, returns that one.
+    /// If `value` is the low 32 bits of a longer value, returns the longer value.
     fn reduced(&self, value: Value) -> Option<Value> {
         match self.instruction(value) {
             Some(InstructionData::Unary {
@@ -233,8 +235,8 @@ impl Values<'_> {
         }
     }
 
-    /// If `sign` is the difference of two numbers, and `overflow` is its overflow, returns whether the first number is
-    /// less than the second one. Bit `n` is the sign.
+    /// If `sign` is the difference of two numbers, and `overflow` tells whether that difference overflowed, returns
+    /// whether the first number is less than the second one. Bit `n` is the sign bit.
     fn less(&mut self, sign: Value, overflow: Value, n: u32) -> Option<Truth> {
         let (a, b, is_half) = self.difference(sign)?;
         let (changed, other) = self.binary(overflow, Opcode::Band)?;

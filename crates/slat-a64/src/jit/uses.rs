@@ -1,5 +1,5 @@
-//! The tier that computes nothing, but notes what an instruction does: its meaning says itself which registers it
-//! reads, whether it may end early, and where execution continues.
+//! The tier that computes nothing, but records what an instruction does. The instruction's meaning itself then tells
+//! which registers it reads and writes, whether it may end early, and where execution continues.
 
 use super::context::Context;
 use crate::insn::{AtomicOp, Hint, Insn, SystemName};
@@ -9,27 +9,27 @@ use crate::tier::{Access, Exception, Next, Tier};
 
 /// The link register.
 const LINK: u32 = 30;
-/// Bits of a set of registers after those of X0 to X30: the stack pointer, and the flags.
+/// Bit numbers in a set of registers, after those of X0 to X30: the stack pointer, and the flags.
 pub(super) const SP: u32 = 31;
 pub(super) const FLAGS: u32 = 32;
 
 /// What an instruction does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Uses {
-    /// The registers that are read, and those that are written: a bit for each.
+    /// The registers that are read, and those that are written: one bit for each.
     pub(super) reads: u64,
     pub(super) writes: u64,
-    /// The instruction may end early, and the interpreter then executes it again.
+    /// Whether the instruction may end early. The interpreter then executes it again.
     pub(super) stops: bool,
-    /// The instruction changes memory, or state that is not in the sets of registers. So instructions before it cannot
-    /// be executed again after it.
+    /// Whether the instruction changes memory, or state other than the registers in `writes`. If so, the interpreter
+    /// cannot restart at an earlier instruction after it.
     pub(super) changes: bool,
-    /// All registers must be in the state before the instruction, or the instruction may end early after it has
-    /// changed memory. So no other instruction is executed again with it.
+    /// Whether the instruction needs a checkpoint of its own, because it needs all registers in the state, or because
+    /// it may end early after it has changed memory. The interpreter then restarts no earlier than at this instruction.
     pub(super) is_alone: bool,
-    /// The instruction reads registers in the state, and not only those of `reads`.
+    /// Whether the instruction reads registers of the state other than those in `reads`.
     pub(super) reads_state: bool,
-    /// The host's floating-point unit may compute.
+    /// Whether the host's floating-point unit may compute for the instruction.
     pub(super) computes_floats: bool,
 }
 
@@ -49,7 +49,7 @@ pub(super) enum Flow {
     Jump(u64),
     JumpIf(u64),
     Indirect,
-    /// The interpreter executes the instruction.
+    /// Compiled code ends here: the interpreter executes the instruction.
     Interpret,
 }
 
@@ -71,7 +71,7 @@ pub(super) fn uses(insn: Option<&Insn>, pc: u64, context: Context) -> (Uses, Flo
     (noting.uses, flow)
 }
 
-/// An instruction is not compiled, and the interpreter executes it.
+/// The result of an instruction that is not compiled: the interpreter executes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Interpret;
 
@@ -89,7 +89,7 @@ impl Noting {
     fn write(&mut self, register: u32) {
         self.uses.writes |= 1 << register;
     }
-    /// Notes a store, or the check before several stores.
+    /// Records a store, or the check before several stores.
     fn store(&mut self) {
         self.uses.stops = true;
         self.uses.changes = true;
@@ -98,7 +98,7 @@ impl Noting {
     }
 }
 
-/// Defines functions without an effect that matters here.
+/// Defines functions that have no effect to record.
 macro_rules! nothing {
     ($($name:ident($($type:ty),*) -> $result:ty;)*) => {
         $(
@@ -109,7 +109,7 @@ macro_rules! nothing {
     };
 }
 
-/// Defines functions for loads and checks: they may end the instruction early.
+/// Defines functions of loads and checks, which may end the instruction early.
 macro_rules! stops {
     ($($name:ident($($type:ty),*);)*) => {
         $(
@@ -121,7 +121,7 @@ macro_rules! stops {
     };
 }
 
-/// Defines functions that change memory.
+/// Defines functions of instructions that change memory.
 macro_rules! stores {
     ($($name:ident($($type:ty),*);)*) => {
         $(
@@ -133,7 +133,7 @@ macro_rules! stores {
     };
 }
 
-/// Defines functions for what the interpreter alone does.
+/// Defines the functions of instructions that only the interpreter executes.
 macro_rules! interpreted {
     ($($name:ident($($type:ty),*);)*) => {
         $(
@@ -243,13 +243,13 @@ impl Tier for Noting {
 
     fn compute(&mut self, function: Function, _: [(); 3]) {
         if function.is_float() {
-            // FPSR may change.
+            // The function may set exception flags in FPSR.
             self.uses.changes = true;
             self.uses.computes_floats = self.context.has_usual_floats;
         }
     }
     fn zero_block(&mut self, (): ()) -> Result<(), Interpret> {
-        // It stores several times.
+        // DC ZVA stores several times, and a store may fail after others have succeeded.
         self.store();
         self.uses.is_alone = true;
         Ok(())
@@ -269,7 +269,8 @@ impl Tier for Noting {
         }
     }
     fn read_system(&mut self, _: SystemName, _: u8) -> Result<(), Interpret> {
-        // A register may be one that is kept in values, and reading it may change a device.
+        // The system register may be one that compiled code holds in values, such as NZCV, and reading it may change a
+        // device.
         self.uses.stops = true;
         self.uses.changes = true;
         self.uses.is_alone = true;

@@ -1,4 +1,4 @@
-//! Integers as values of Cranelift's.
+//! Integers as Cranelift values.
 
 use super::frame::Frame;
 use cranelift_codegen::ir::condcodes::IntCC;
@@ -11,14 +11,14 @@ use std::collections::HashMap;
 use std::mem::offset_of;
 use std::vec::Vec;
 
-/// The function that is built, and what its values have in common.
+/// The function that is built, and values that it uses in many places.
 pub(super) struct Values<'a> {
     pub(super) b: FunctionBuilder<'a>,
-    /// Signatures of helpers, by the numbers of arguments and of results.
+    /// The signatures of helpers, by their numbers of arguments and results.
     signatures: HashMap<(usize, usize), SigRef>,
 }
 
-/// Returns the integer type of a number of bits, if there is one.
+/// Returns the integer type of `bits` bits, if there is one.
 fn type_of(bits: u32) -> Option<Type> {
     match bits {
         8 => Some(I8),
@@ -45,7 +45,7 @@ impl<'a> Values<'a> {
         self.b.ins().get_pinned_reg(I64)
     }
 
-    /// Reads a field of the frame.
+    /// Emits a load of a frame's field.
     pub(super) fn field(&mut self, offset: usize) -> Value {
         let frame = self.frame();
         self.b
@@ -53,7 +53,7 @@ impl<'a> Values<'a> {
             .load(I64, MemFlags::trusted(), frame, offset as i32)
     }
 
-    /// Writes a field of the frame.
+    /// Emits a store to a frame's field.
     pub(super) fn set_field(&mut self, offset: usize, value: Value) {
         let frame = self.frame();
         self.b
@@ -61,7 +61,7 @@ impl<'a> Values<'a> {
             .store(MemFlags::trusted(), value, frame, offset as i32);
     }
 
-    /// Calls the helper at an offset of the table with the frame and `arguments`.
+    /// Emits a call of the helper at an offset of the table, with the frame and `arguments`.
     pub(super) fn call(
         &mut self,
         helper: usize,
@@ -110,7 +110,7 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// Whether a value is known to have only zeros above its low `bits` bits.
+    /// Whether all bits of a value above its low `bits` bits are known to be zero.
     fn is_extended(&self, value: Value, bits: u32) -> bool {
         let dfg = &self.b.func.dfg;
         let Some(inst) = dfg.value_def(value).inst() else {
@@ -140,7 +140,7 @@ impl<'a> Values<'a> {
         self.is_extended(value, 32)
     }
 
-    /// If `value` is the lower half of a value, zero-extended, returns that value.
+    /// If `value` is the zero-extended lower half of another value, returns that other value.
     pub(super) fn half_of(&self, value: Value) -> Option<Value> {
         let dfg = &self.b.func.dfg;
         let unary = |value: Value, wanted: Opcode| {
@@ -155,7 +155,7 @@ impl<'a> Values<'a> {
         (dfg.value_type(low) == I32 && dfg.value_type(whole) == I64).then_some(whole)
     }
 
-    /// Divides, rounding towards zero. The quotient of a division by 0 is 0; one that overflows wraps.
+    /// Emits a division, rounding towards zero. The quotient of a division by 0 is 0; one that overflows wraps.
     pub(super) fn divide(&mut self, a: Value, b: Value, is_signed: bool) -> Value {
         let (zero, one) = (self.constant(0), self.constant(1));
         let is_zero = self.b.ins().icmp(IntCC::Equal, b, zero);
@@ -164,7 +164,7 @@ impl<'a> Values<'a> {
             let quotient = self.b.ins().udiv(a, divisor);
             return self.b.ins().select(is_zero, zero, quotient);
         }
-        // A division by -1 negates.
+        // Negate instead of dividing by -1, because the host's division may trap.
         let minus_one = self.constant(-1);
         let negates = self.b.ins().icmp(IntCC::Equal, b, minus_one);
         let is_special = self.b.ins().bor(is_zero, negates);

@@ -1,5 +1,5 @@
-//! Vector functions that are emitted instead of called: those on integers that are an instruction or a few of the
-//! host's vector unit, and those that only move bytes.
+//! Vector functions that are emitted instead of called: functions on integers that take one or a few instructions of
+//! the host's vector unit, and functions that only move bytes.
 
 use super::translator::Translator;
 use super::vectors::{Vector, lanes_of};
@@ -12,15 +12,15 @@ use cranelift_codegen::ir::{InstBuilder, Type, Value};
 
 const LANE_TYPES: [Type; 4] = [I8, I16, I32, I64];
 
-/// The origin of a byte of a result: a zero, or a byte of an operand.
+/// Where a byte of a result comes from: it is zero, or a byte of an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     Zero,
     Byte { operand: usize, at: u8 },
 }
 
-/// Returns the origins of the bytes of a result, if the function moves bytes and does nothing else. It tells them
-/// itself: it is given bytes that are all different.
+/// Returns the origin of each byte of the result, if the function only moves bytes. To find out, this runs the function
+/// on operands whose bytes all differ.
 fn origins(function: &Function) -> Option<[Origin; 16]> {
     let moves = match function.op {
         Op::Extract | Op::Duplicate | Op::Reverse { .. } | Op::Permute { .. } => true,
@@ -50,7 +50,7 @@ fn origins(function: &Function) -> Option<[Origin; 16]> {
 }
 
 impl Translator<'_> {
-    /// Emits code for a function on integers. `None`: there is no such code, so compiled code calls the function.
+    /// Emits code for a function on integers. `None`: the caller emits a call of the interpreter's function.
     pub(super) fn integer_function(
         &mut self,
         function: &Function,
@@ -81,7 +81,8 @@ impl Translator<'_> {
                 let operands = self.wholes(operands);
                 self.integer_lanes(op, function, operands)?
             }
-            // A scalar sums the two lanes of a register, which are its operands.
+            // A pairwise function with a scalar result adds the two lanes of one register. So these lanes are the
+            // operands.
             Op::Pairs(op) if u32::from(function.bytes) >> size == 1 => {
                 let operands = self.wholes(operands);
                 self.integer_lanes(op, function, operands)?
@@ -128,7 +129,7 @@ impl Translator<'_> {
         self.v.cast(whole, lanes_of(size))
     }
 
-    /// Makes all bytes zeros but the first `bytes`.
+    /// Keeps the first `bytes` bytes, and makes the others zeros.
     pub(super) fn cut(&mut self, whole: Value, bytes: u8) -> Option<Vector> {
         match bytes {
             16 => Some(Vector::Whole(whole)),
@@ -141,7 +142,7 @@ impl Translator<'_> {
     }
 
     /// Moves the elements of the first two operands with even indices to the first operand, and those with odd indices
-    /// to the second one: then a function on pairs of adjacent elements is one on lanes.
+    /// to the second one. Then a function on adjacent pairs becomes one on lanes.
     pub(super) fn unzipped(
         &mut self,
         function: &Function,
@@ -170,7 +171,7 @@ impl Translator<'_> {
                 *used.iter_mut().find(|operand| operand.is_none())? = Some(operand);
             }
         }
-        // Zeros are in the upper half alone, or have a vector of their own.
+        // Where the zeros are in the upper half only, no vector of zeros is needed.
         let is_half = origins[8..].iter().all(|origin| *origin == Origin::Zero);
         let has_zeros =
             origins[..8].contains(&Origin::Zero) || (!is_half && origins.contains(&Origin::Zero));
@@ -227,7 +228,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Computes lanes of `function`'s size. The operands and the result are bytes.
+    /// Emits the computation of lanes of `function`'s size. The operands and the result are vectors of bytes.
     fn integer_lanes(
         &mut self,
         op: Integer,
@@ -309,7 +310,7 @@ impl Translator<'_> {
         Some(v.cast(result, I8X16))
     }
 
-    /// Extends the operands, and computes lanes of twice `function`'s size.
+    /// Emits the extension of the operands and the computation of lanes of twice `function`'s size.
     fn widened(
         &mut self,
         op: Integer,
@@ -344,7 +345,8 @@ impl Translator<'_> {
         self.integer_lanes(op, &wide, [first, second, c])
     }
 
-    /// Looks bytes up in register `number` of a table. Those that are not in this register are bytes of `others`.
+    /// Emits a look-up of bytes in register `number` of a table. Bytes whose index is not in this register come
+    /// from `others`.
     fn table(&mut self, number: u8, table: Value, indices: Value, others: Vector) -> Value {
         let indices = match number {
             0 => indices,

@@ -1,4 +1,4 @@
-//! Values of vectors.
+//! The forms that a vector has in the compiler.
 
 use super::values::Values;
 use cranelift_codegen::ir::immediates::V128Imm;
@@ -10,17 +10,17 @@ use cranelift_codegen::ir::{
 /// A vector of 128 bits.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Vector {
-    /// The value of a register. The code of its user loads the value, so an instruction reads a register before it
-    /// writes the same one.
+    /// The value of a register, not loaded yet: the code that uses it loads it. An instruction reads all its registers
+    /// before it writes one.
     Register(u8),
     Halves([Value; 2]),
-    /// Bytes.
+    /// All 16 bytes.
     Whole(Value),
     /// A floating-point number of single or double precision. The other bytes are zeros.
     Number(Value),
 }
 
-/// The values of a register that a block has.
+/// The values of a register that the block can reuse.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Known {
     pub(super) whole: Option<Value>,
@@ -32,7 +32,7 @@ pub(super) fn lanes_of(size: u8) -> Type {
     [I8X16, I16X8, I32X4, I64X2][usize::from(size)]
 }
 
-/// Returns the type of floating-point numbers of 1 << `size` bytes, and that of a whole register of them. `None`: the
+/// Returns the type of a floating-point number of 1 << `size` bytes, and that of a whole register of them. `None`: the
 /// host does not compute with such numbers.
 pub(super) fn numbers_of(size: u8) -> Option<(Type, Type)> {
     match size {
@@ -54,7 +54,7 @@ impl Values<'_> {
         }
     }
 
-    /// Returns the number that a value always has, if it is a constant.
+    /// Returns the number if a value is a constant.
     pub(super) fn known(&self, value: Value) -> Option<u64> {
         let inst = self.b.func.dfg.value_def(value).inst()?;
         match self.b.func.dfg.insts[inst] {
@@ -66,16 +66,16 @@ impl Values<'_> {
         }
     }
 
-    /// Returns a vector of bytes that is always the same.
+    /// Returns a constant vector of bytes.
     pub(super) fn bytes(&mut self, bytes: [u8; 16]) -> Value {
         let constant = V128Imm(bytes).into();
         let constant = self.b.func.dfg.constants.insert(constant);
         self.b.ins().vconst(I8X16, constant)
     }
 
-    /// Whether a value is computed where it is defined, and not earlier: it depends on a load, a call or a branch.
-    /// Cranelift computes all others once and for all, or before a loop whose branches lead around them, and the host
-    /// would note that they are inexact.
+    /// Whether Cranelift computes a value exactly where it is defined: the value comes from a load or is a block
+    /// parameter. Cranelift may compute other values earlier, for example before a loop that does not always need them;
+    /// the host would then set its inexact flag too early.
     pub(super) fn is_fixed(&self, value: Value) -> bool {
         let dfg = &self.b.func.dfg;
         match dfg.value_def(value) {

@@ -15,7 +15,7 @@ pub(super) fn adr<T: Tier>(t: &mut T, rd: u8, page: bool, offset: i32) {
     set(t, rd, target);
 }
 
-/// Returns a sum or difference, and its flags.
+/// Computes `a` plus or minus `b`. Returns the result and the flags N, Z, C, V.
 #[inline(always)]
 pub(super) fn sum<T: Tier>(
     t: &mut T,
@@ -38,7 +38,8 @@ pub(super) fn sum<T: Tier>(
     (result, [n, z, carry, overflow])
 }
 
-/// Returns the overflow flag: whether `a` and the result have different signs, and `other` is negative.
+/// Returns the overflow flag: whether `a` and the result have different signs, and the sign of `other` is set. For a
+/// sum, the caller passes `b` XOR the result as `other`; for a difference, `a` XOR `b`.
 fn overflow<T: Tier>(
     t: &mut T,
     width: Width,
@@ -99,7 +100,7 @@ pub(super) fn carry<T: Tier>(
     let result = t.add(part, more);
     let result = cut(t, width, result);
     if sets {
-        // Only one of the two sums can carry.
+        // At most one of the two additions carries.
         let first = t.is_less(part, a);
         let second = t.is_less(result, part);
         let carry = t.either(first, second);
@@ -173,7 +174,7 @@ pub(super) fn three_source<T: Tier>(
     set(t, rd, result);
 }
 
-/// Adds an offset of an access to its base.
+/// Adds the offset of an access to the base.
 #[inline(always)]
 pub(super) fn offset<T: Tier>(t: &mut T, base: T::Value, offset: i32) -> T::Value {
     plus(t, base, offset.into())

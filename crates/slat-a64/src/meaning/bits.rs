@@ -1,4 +1,4 @@
-//! Logical operations, moves of immediates, bit fields, and the flags of bits.
+//! Logical operations, moves of immediates, bit fields, and instructions that compute flags from bits.
 
 use super::{cut, get, operand, plus, set, set_x_or_sp, shl, shr, sign_and_zero, x};
 use crate::bits::ones;
@@ -48,7 +48,7 @@ pub(super) fn move_wide<T: Tier>(t: &mut T, width: Width, kind: MoveWide, rd: u8
     set(t, rd, result);
 }
 
-/// Clears the bits of a mask.
+/// Clears the bits of `value` that are set in `mask`.
 fn without<T: Tier>(t: &mut T, value: T::Value, mask: u64) -> T::Value {
     let mask = t.number(!mask);
     t.and(value, mask)
@@ -138,7 +138,7 @@ pub(super) fn one_source<T: Tier>(t: &mut T, width: Width, op: OneSource, rd: u8
             plus(t, zeros, -i64::from(unused))
         }
         OneSource::Cls => {
-            // Bits that equal the sign become zeros.
+            // XOR with the sign: the bits that equal the sign become leading zeros.
             let a = t.sign_extend(a, width.bits());
             let last = t.number(63);
             let sign = t.sar(a, last);

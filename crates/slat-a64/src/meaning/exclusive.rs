@@ -4,7 +4,7 @@ use super::{base_of, set, shl, shr, x};
 use crate::insn::{AtomicOp, Order};
 use crate::tier::{Access, Kind, Tier};
 
-/// Returns the bytes of a pair in memory, made from two registers. Each register has 1 << `size` bytes.
+/// Joins two registers to the bytes of a pair in memory. Each register contributes 1 << `size` bytes.
 fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
     if size == 3 {
         return t.vector(a, b);
@@ -15,7 +15,7 @@ fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
     t.vector(low, zero)
 }
 
-/// Splits the bytes of a pair in memory into two registers.
+/// Splits the bytes of a pair in memory into two registers' values.
 fn parted<T: Tier>(t: &mut T, size: u8, bytes: T::Vector) -> [T::Value; 2] {
     let low = t.low(bytes);
     match size {
@@ -24,7 +24,7 @@ fn parted<T: Tier>(t: &mut T, size: u8, bytes: T::Vector) -> [T::Value; 2] {
     }
 }
 
-/// Returns the low bytes of a register as bytes of memory.
+/// Returns the low 1 << `size` bytes of a register as bytes of memory.
 fn single<T: Tier>(t: &mut T, size: u8, value: T::Value) -> T::Vector {
     let value = match size {
         3 => value,
@@ -63,11 +63,12 @@ pub(super) fn load<T: Tier>(
         ..Access::default()
     };
     if acquire && all == 4 {
-        // A load-acquire comes after earlier store-releases, too (B2.3.11); a load of two words is none by itself.
+        // A load-acquire must not overtake earlier store-releases (B2.3.11), but a load of 16 bytes acquires nothing
+        // itself. So there is a fence on both sides of it.
         t.fence();
     }
     let bytes = match all {
-        // The halves may be of different moments: such a load is atomic only if STXP succeeds (B2.2.1).
+        // The two halves may be loaded at different times: LDXP is atomic only if the STXP succeeds (B2.2.1).
         4 => t.load_vector(at, access)?,
         _ => {
             let value = t.load(at, all, access)?;
@@ -131,9 +132,10 @@ pub(super) fn atomic<T: Tier>(
     [rs, rn, rt]: [u8; 3],
 ) -> Result<(), T::Stop> {
     let at = base_of(t, rn)?;
-    // A read would have the same fault, so that it is not a write's.
+    // Report a misaligned address as a read's fault: an atomic instruction reports a fault as a read's if a read would
+    // have it, too.
     t.check_alignment(at, 1 << size, false)?;
-    // Without a register for the old value nothing is acquired: these are STADD and the like.
+    // If the old value goes to no register (STADD and similar instructions), the access does not acquire.
     if rt == 31 && op != AtomicOp::Swap {
         order.acquire = false;
     }
@@ -163,7 +165,7 @@ pub(super) fn compare_swap<T: Tier>(
         if !pair {
             return single(t, size, a);
         }
-        // The first register of a pair is even. For X30, the second register is the zero register.
+        // The first register of a pair is even. If it is X30, the second register is number 31, the zero register.
         let b = x(t, r + 1);
         joined(t, size, a, b)
     };

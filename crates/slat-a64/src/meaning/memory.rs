@@ -1,4 +1,4 @@
-//! Loads and stores of one register or of two.
+//! Loads and stores of one or two registers.
 
 use super::arithmetic::offset as add_offset;
 use super::{base_of, extended, plus, set, set_x_or_sp, x};
@@ -6,10 +6,10 @@ use crate::insn::{Address, Loaded, Order, Transfer};
 use crate::tier::{Access, Kind, Tier};
 use crate::width::Width;
 
-/// The address of an access, and the base register that is written after the access with its value.
+/// The address of an access. For an access with writeback, also the base register and the value that it gets.
 type Addressed<T> = (<T as Tier>::Value, Option<(u8, <T as Tier>::Value)>);
 
-/// Returns the address of an access, and the base that is written after the access.
+/// Returns the address of an access, and the writeback to make after the access.
 #[inline(always)]
 fn address<T: Tier>(t: &mut T, address: Address) -> Result<Addressed<T>, T::Stop> {
     Ok(match address {
@@ -45,7 +45,7 @@ fn write_back<T: Tier>(t: &mut T, base: Option<(u8, T::Value)>) {
     }
 }
 
-/// Extends a loaded value.
+/// Extends a loaded value to fill its register.
 #[inline(always)]
 fn loaded<T: Tier>(t: &mut T, value: T::Value, size: u8, loaded: Loaded) -> T::Value {
     match loaded {
@@ -141,7 +141,7 @@ pub(super) fn pair<T: Tier>(
     Ok(())
 }
 
-/// Load-acquire and store-release.
+/// Executes load-acquire and store-release.
 pub(super) fn ordered<T: Tier>(
     t: &mut T,
     transfer: Transfer,

@@ -1,8 +1,8 @@
 //! The meaning of instructions, written once for all tiers (DDI 0487, C6.2 and C7.2).
 //!
-//! [`execute`] reads the operands, computes, and writes the results, all by the functions of a [`Tier`]. Each step
-//! that can fail comes before every step that changes the state, so an instruction that ends early has changed
-//! nothing. An integer of 32 bits is a value whose upper half is zero.
+//! [`execute`] calls functions of a [`Tier`] to read the operands, to compute, and to write the results. Each step that
+//! can fail comes before every step that changes the state, so an instruction that ends early has changed nothing. An
+//! integer of 32 bits is a value whose upper half is zero.
 
 mod arithmetic;
 mod bits;
@@ -16,7 +16,7 @@ use crate::insn::{Extend, Insn, Operand, Shift};
 use crate::tier::{Next, Tier};
 use crate::width::Width;
 
-/// Executes an instruction.
+/// Executes an instruction. Returns where execution continues.
 #[inline(always)]
 pub(crate) fn execute<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop> {
     if insn.uses_vectors() {
@@ -255,7 +255,7 @@ fn x<T: Tier>(t: &mut T, r: u8) -> T::Value {
     if r == 31 { t.number(0) } else { t.x(r) }
 }
 
-/// Returns the low bits of a general register. Number 31 is the zero register.
+/// Returns a general register, truncated to `width`. Number 31 is the zero register.
 #[inline(always)]
 fn get<T: Tier>(t: &mut T, width: Width, r: u8) -> T::Value {
     let value = x(t, r);
@@ -276,7 +276,7 @@ fn x_or_sp<T: Tier>(t: &mut T, r: u8) -> T::Value {
     if r == 31 { t.sp() } else { t.x(r) }
 }
 
-/// Returns the base register of an access. The stack pointer must be aligned there (CheckSPAlignment).
+/// Returns the base register of an access. If it is the stack pointer, checks the alignment first (CheckSPAlignment).
 #[inline(always)]
 fn base_of<T: Tier>(t: &mut T, r: u8) -> Result<T::Value, T::Stop> {
     if r == 31 {
@@ -294,7 +294,7 @@ fn set_x_or_sp<T: Tier>(t: &mut T, r: u8, value: T::Value) {
     }
 }
 
-/// Returns the low bits of a value.
+/// Truncates a value to `width`.
 #[inline(always)]
 fn cut<T: Tier>(t: &mut T, width: Width, value: T::Value) -> T::Value {
     match width {

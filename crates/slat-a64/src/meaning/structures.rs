@@ -5,7 +5,7 @@ use crate::bits::ones;
 use crate::insn::{After, Base};
 use crate::tier::{Access, Tier};
 
-/// The greatest number of registers of one instruction.
+/// The greatest number of registers that one instruction accesses.
 const MOST: usize = 4;
 
 fn after<T: Tier>(t: &mut T, base: Base, bytes: u32) {
@@ -69,7 +69,7 @@ fn number(rt: u8, more: u8) -> u8 {
     (rt + more) % 32
 }
 
-/// Loads or stores whole registers, which LD2 to LD4 and ST2 to ST4 interleave.
+/// Loads or stores whole registers. LD2 to LD4 and ST2 to ST4 interleave their elements in memory.
 pub(super) fn whole<T: Tier>(
     t: &mut T,
     loads: bool,
@@ -129,7 +129,7 @@ pub(super) fn whole<T: Tier>(
     Ok(())
 }
 
-/// Loads or stores one lane of each register.
+/// Loads or stores the same lane of each register.
 pub(super) fn lane<T: Tier>(
     t: &mut T,
     loads: bool,
@@ -171,7 +171,7 @@ pub(super) fn lane<T: Tier>(
     Ok(())
 }
 
-/// Loads an element for all lanes of each register.
+/// Loads an element for each register, and copies it to all lanes.
 pub(super) fn replicate<T: Tier>(
     t: &mut T,
     size: u8,

@@ -1,8 +1,8 @@
 //! Loads, stores and fetches by virtual addresses.
 //!
-//! An access to a page that the TLB has may fail. The machine below may have waited during that access, and meanwhile
-//! the memory behind any page may have changed. So the processor drops all pages, and asks the machine for the page of
-//! the access again.
+//! If the TLB has the page, the access itself may still fail. The machine below may have waited during that access, and
+//! the memory that backs any page may have changed meanwhile. So the processor drops all pages, and asks the machine
+//! for the page of the access again.
 
 use super::{Mmu, PAGE, Place, Request, accessor, misaligned};
 use crate::abort::{Fault, Right};
@@ -16,16 +16,17 @@ use crate::stage1::Accessor;
 use crate::state::State;
 use crate::tier::Access;
 
-/// The parts of an access: in the page of its first byte, and in the next one.
+/// An access, split at the page boundary: the part in the page of its first byte, and the part in the next page.
 struct Places {
     first: Place,
-    /// The bytes in the first page.
+    /// The number of bytes in the first page.
     bytes: u64,
     second: Option<Place>,
 }
 
 impl<H: Hypervisor> Mmu<'_, H> {
-    /// Translates each page of an access, and makes the checks that the TLB does not make.
+    /// Translates each page of an access. Makes the checks that prevent an entry in the TLB: alignment, watchpoints,
+    /// probes.
     #[cold]
     fn places(
         &mut self,
@@ -43,7 +44,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         }
         let request = Request::access(state, right, access);
         let first = self.place(state, address, &request)?;
-        // A block that is cleared must be Normal memory.
+        // Device memory refuses misaligned accesses and DC ZVA, which is the request with a `reported` address.
         let is_refused =
             |place: &Place| place.is_device && (is_misaligned || request.reported.is_some());
         let reported = request.reported.unwrap_or(address);
@@ -77,8 +78,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Makes an access to `bytes` bytes of a page that the TLB has. `None`: the TLB does not have the page, or the
-    /// access has failed. After a failure the TLB has no page at all.
+    /// Accesses `bytes` bytes of a page that the TLB has. `None`: the TLB does not have the page, or the access has
+    /// failed, and all pages were dropped.
     #[inline(always)]
     fn known<R>(
         &mut self,
@@ -100,7 +101,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         }
     }
 
-    /// Loads at most 16 bytes that the TLB does not serve.
+    /// Loads at most 16 bytes whose page is not in the TLB.
     #[cold]
     fn load_slowly(
         &mut self,
@@ -134,7 +135,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         Ok(value)
     }
 
-    /// Stores at most 16 bytes that the TLB does not serve.
+    /// Stores at most 16 bytes whose page is not in the TLB.
     #[cold]
     fn store_slowly(
         &mut self,
@@ -168,7 +169,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         Ok(())
     }
 
-    /// Makes an access that reads and writes `1 << size` aligned bytes. `make` makes it at an address of the machine.
+    /// Makes an access that reads and writes `1 << size` aligned bytes: calls `make` with the address in the machine's
+    /// memory.
     #[inline(always)]
     fn exchange<R>(
         &mut self,
@@ -192,7 +194,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
 }
 
 impl Places {
-    /// Returns the machine's address and the intermediate physical address of a byte.
+    /// Returns, for byte `n` of the access, its address in the machine's memory and its intermediate physical address.
     fn byte(&self, second: &Place, n: u64) -> (u64, u64) {
         match n < self.bytes {
             true => (self.first.at + n, self.first.ipa + n),

@@ -1,4 +1,4 @@
-//! Cache maintenance, TLBI, AT, and writes to the registers of translation.
+//! Cache maintenance, TLBI, AT, and writes to the registers that control translation.
 
 use super::{Mmu, Request, accessor};
 use crate::abort::{Fault, Right};
@@ -9,8 +9,8 @@ use crate::stage1::{Accessor, Want};
 use crate::state::State;
 use crate::tier::Kind;
 
-/// PAR_EL1: F, and the position of the fault status code; RES1; NS, which is UNKNOWN outside of Secure state and as
-/// Arm's and other implementations have it; the positions of SH and ATTR; the address.
+/// Fields of PAR_EL1, in this order: F; the position of FST; RES1; NS, which is UNKNOWN outside of Secure state and set
+/// here, as in Arm's and other implementations; the positions of SH and ATTR; the address.
 const PAR_F: u64 = 1 << 0;
 const PAR_STATUS_SHIFT: u32 = 1;
 const PAR_ONE: u64 = 1 << 11;
@@ -20,9 +20,9 @@ const PAR_ATTR_SHIFT: u32 = 56;
 const PAR_ADDRESS: u64 = 0x0000_ffff_ffff_f000;
 
 impl<H: Hypervisor> Mmu<'_, H> {
-    /// Checks that an address may be maintained, and drops decoded code for IC IVAU.
+    /// Checks that the guest may maintain caches at an address. For IC IVAU, drops the decoded code there, too.
     ///
-    /// At EL1, cleaning needs a translation, but no right; at EL0 it needs the right to read. DC IVAC needs the right
+    /// At EL1, the address must be mapped, without a needed right; at EL0 it must be readable. DC IVAC needs the right
     /// to write.
     pub(super) fn maintain_caches(
         &mut self,
@@ -55,7 +55,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
     }
 }
 
-/// ISR_EL1, whose value is in [`Caches`](crate::caches::Caches).
+/// The name of ISR_EL1. Its value is in [`Caches`](crate::caches::Caches).
 const ISR: SystemName = SystemName::new(3, 0, 12, 1, 0);
 
 impl<H: Hypervisor> Machine for Mmu<'_, H> {

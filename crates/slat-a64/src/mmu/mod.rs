@@ -1,7 +1,7 @@
-//! The memory of a processor with translation tables: stage 1, its TLB, and the machine below.
+//! The memory that a processor sees by virtual addresses: stage 1, its TLB, and the machine below.
 //!
-//! An access that the TLB serves is one access of the machine. All others go through [`Mmu::place`], page by page,
-//! before the first byte is accessed.
+//! If the TLB has the page, an access is one call of the machine. Otherwise [`Mmu::place`] translates all pages of the
+//! access before the first byte is accessed.
 
 mod access;
 mod maintain;
@@ -21,34 +21,34 @@ use crate::tlb;
 
 const PAGE: u64 = 1 << tlb::PAGE_BITS;
 
-/// A processor's translations and decoded code, with the machine below, while the processor executes.
+/// A processor's translations and decoded code, and the machine below. It exists while the processor executes.
 pub(crate) struct Mmu<'a, H> {
     pub(crate) caches: &'a mut Caches,
     pub(crate) below: &'a mut H,
 }
 
-/// A part of an access, in one page.
+/// Where the part of an access in one page is.
 #[derive(Clone, Copy)]
 struct Place {
-    /// The machine's address.
+    /// The address in the machine's memory.
     at: u64,
     ipa: u64,
     is_device: bool,
 }
 
-/// The properties of an access on which its faults depend.
+/// What decides which faults an access can have.
 #[derive(Clone, Copy)]
 struct Request {
-    /// The address that a fault reports. `None`: the address that is translated.
+    /// The address that an abort reports. `None`: the address that was translated.
     reported: Option<u64>,
     want: Want,
-    /// The access is one of cache maintenance or AT.
+    /// The access belongs to a cache maintenance instruction or AT.
     is_maintenance: bool,
-    /// The instruction reads and writes: a fault that a read would have is a read's.
+    /// The instruction both reads and writes. A fault that a read would have, too, is reported as a read's.
     is_atomic: bool,
 }
 
-/// The descriptors in the memory of the machine below.
+/// Accesses to descriptors in the memory of the machine below.
 struct Below<'a, H>(&'a mut H);
 
 impl<H: Hypervisor> Tables for Below<'_, H> {
@@ -67,7 +67,7 @@ impl<H: Hypervisor> Tables for Below<'_, H> {
     }
 }
 
-/// Translates an address as a read of EL1, without an effect on the tables.
+/// Translates an address like a read by EL1, but changes no flags in the tables.
 pub(crate) fn peek<H: Hypervisor>(state: &State, below: &mut H, address: u64) -> Option<u64> {
     let want = Want {
         accessor: Accessor::El1,
@@ -79,7 +79,7 @@ pub(crate) fn peek<H: Hypervisor>(state: &State, below: &mut H, address: u64) ->
     Some(translated.ipa)
 }
 
-/// Returns whose rights an access has.
+/// Returns whose rights an access of this kind has.
 #[inline(always)]
 pub(crate) fn accessor(state: &State, kind: Kind) -> Accessor {
     let pstate = state.pstate();
@@ -131,7 +131,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Returns the report of an access that the machine below has refused.
+    /// Describes an access that the machine below has refused.
     fn refused(address: u64, ipa: u64, request: &Request, reason: H::Fault) -> Fault<H::Fault> {
         Fault::Stage2(Stage2 {
             address: request.reported.unwrap_or(address),
@@ -146,7 +146,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Translates an address by both stages, and enters its page into the TLB.
+    /// Translates an address by stage 1 and asks the machine for the page. Enters the page into the TLB.
     fn place_once(
         &mut self,
         state: &State,
@@ -161,7 +161,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
             Err(reason) => return Err(Self::refused(address, ipa, request, reason)),
         };
         let is_device = translated.memory.is_device();
-        // Data with a check at each access is not entered.
+        // Data accesses that need a check each time must miss the TLB, so the rights for data are not entered.
         let data = !is_device && !self.checks_each_access(state);
         let entered = tlb::Page {
             base: page.base,
@@ -185,8 +185,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Like [`place_once`](Self::place_once), but the fault of an instruction that reads and writes is a read's, if a
-    /// read would have it.
+    /// Like [`place_once`](Self::place_once), but if an instruction reads and writes, and a read would have the same
+    /// fault, reports it as a read's fault.
     fn place(
         &mut self,
         state: &State,
@@ -210,12 +210,12 @@ impl<H: Hypervisor> Mmu<'_, H> {
         failed
     }
 
-    /// Whether each access to data needs a check: SCTLR_EL1.A demands alignment, or there are watchpoints or probes.
+    /// Whether each data access needs a check: SCTLR_EL1.A demands alignment, or there are watchpoints or probes.
     fn checks_each_access(&self, state: &State) -> bool {
         state.system.get(SCTLR) & SCTLR_A != 0 || state.watches() || !self.caches.probes.is_empty()
     }
 
-    /// Returns the place of the decoded instruction at an address.
+    /// Returns the index of the decoded instruction at an address; decodes the instruction if needed.
     #[inline(always)]
     pub(crate) fn instruction(
         &mut self,
@@ -250,7 +250,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
 }
 
 impl Request {
-    /// Returns the request of an access to memory.
+    /// Returns the request for an ordinary access to memory.
     fn access(state: &State, right: Right, access: Access) -> Self {
         Self {
             reported: match access.kind {
@@ -267,7 +267,7 @@ impl Request {
         }
     }
 
-    /// WnR of the request's aborts.
+    /// Returns the WnR bit that aborts of the request have.
     fn is_write(&self) -> bool {
         self.want.right == Some(Right::Write) || self.is_maintenance
     }

@@ -5,10 +5,11 @@ use super::float::{
     round, shift_right_sticky, to_integer, unpack,
 };
 
-/// Returns the sum of two numbers. Bits far below the sum's leading bit are only recorded as one bit. `None` is zero.
+/// Adds two numbers. Returns `None` if the sum is zero. Bits far below the sum's leading bit are combined into one
+/// sticky bit.
 fn sum(a: Number, b: Number) -> Option<Number> {
-    // The leading bits are moved to bit 124. So sums do not overflow, and bits that are shifted out are far below the
-    // result's bits.
+    // Shift each mantissa until its leading bit is bit 124: then the sum cannot overflow, and bits that are shifted out
+    // are far below the result's bits.
     let raised = |n: Number| {
         let up = n.mantissa.leading_zeros() - 3;
         (n.exponent - up as i32, n.mantissa << up)
@@ -37,7 +38,7 @@ fn product(a: Number, b: Number) -> Number {
     }
 }
 
-/// Returns the zero that is the sum of a number and its opposite.
+/// Returns the zero, with its sign, that results from adding a number and its opposite.
 fn cancelled(format: Format, env: &Env) -> u64 {
     format.zero(env.rounding() == Rounding::Down)
 }
@@ -75,7 +76,7 @@ pub(crate) fn sub(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
     }
 }
 
-/// Multiplies. `extended` selects FMULX, where infinity times zero is 2.
+/// Multiplies. If `extended` (FMULX), infinity times zero is 2.
 pub(crate) fn mul(a: u64, b: u64, extended: bool, format: Format, env: &mut Env) -> u64 {
     let (x, y) = (unpack(a, format, env), unpack(b, format, env));
     if let Some(nan) = nan_of(&[a, b], format, env) {
@@ -117,7 +118,7 @@ pub(crate) fn div(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
             format.infinity(negative)
         }
         (Value::Number(x), Value::Number(y)) => {
-            // The quotient has 60 to 127 bits.
+            // Shift so that the quotient has 60 to 127 bits.
             let up = x.mantissa.leading_zeros() - 1;
             let numerator = x.mantissa << up;
             let quotient = numerator / y.mantissa;
@@ -203,7 +204,7 @@ pub(crate) fn sqrt(a: u64, format: Format, env: &mut Env) -> u64 {
         Value::Zero(negative) => format.zero(negative),
         Value::Infinity(false) => format.infinity(false),
         Value::Number(n) if !n.negative => {
-            // The exponent becomes even, and the root gets at least 60 bits.
+            // Shift so that the exponent is even, and the root has at least 60 bits.
             let mut up = n.mantissa.leading_zeros() - 1;
             if (n.exponent - up as i32) % 2 != 0 {
                 up -= 1;
@@ -211,7 +212,7 @@ pub(crate) fn sqrt(a: u64, format: Format, env: &mut Env) -> u64 {
             let mantissa = n.mantissa << up;
             let root = mantissa.isqrt();
             let rest = u128::from(root * root != mantissa);
-            // The root gets one more bit, which records whether there is a remainder.
+            // Append a sticky bit to the root, which is 1 if there is a remainder.
             let exponent = (n.exponent - up as i32) / 2 - 1;
             round(
                 Number {
@@ -258,7 +259,7 @@ fn order(x: Value, y: Value) -> core::cmp::Ordering {
     }
 }
 
-/// Returns N, Z, C, V of a comparison (FPCompare), as the low four bits.
+/// Compares two numbers (FPCompare). Returns N, Z, C, V in the low four bits.
 pub(crate) fn compare(a: u64, b: u64, signals: bool, format: Format, env: &mut Env) -> u64 {
     let (x, y) = (unpack(a, format, env), unpack(b, format, env));
     if format.is_nan(a) || format.is_nan(b) {
@@ -303,7 +304,7 @@ pub(crate) fn extreme(a: u64, b: u64, which: Extreme, format: Format, env: &mut 
         Value::Infinity(negative) => format.infinity(negative),
         Value::Number(n) => round(n, format, env),
         _ => {
-            // The result is a zero: both operands are zeros, or the other operand is on the wrong side of zero.
+            // The result is a zero: either both operands are zeros, or the nonzero operand loses against the zero.
             let negative = match (x, y) {
                 (Value::Zero(p), Value::Zero(q)) => {
                     if is_max {
@@ -343,7 +344,7 @@ pub(crate) fn round_integer(
     }
 }
 
-/// Returns an integer that the format can represent, as a number of the format.
+/// Converts an integer that the format can represent exactly to a number of the format.
 fn integer_value(negative: bool, integer: u128, format: Format, env: &mut Env) -> u64 {
     match integer {
         0 => format.zero(negative),
@@ -388,8 +389,8 @@ pub(crate) fn round_to_bits(
     }
 }
 
-/// Converts to an integer of `bits` bits, the lowest `fraction` of which are its fraction. The result saturates
-/// (FPToFixed).
+/// Converts to a fixed-point number of `bits` bits, of which the lowest `fraction` are its fraction. The result
+/// saturates (FPToFixed).
 pub(crate) fn to_fixed(
     a: u64,
     rounding: Rounding,
@@ -437,7 +438,7 @@ pub(crate) fn to_fixed(
     }
 }
 
-/// Converts an integer of `bits` bits, the lowest `fraction` of which are its fraction (FixedToFP).
+/// Converts a fixed-point number of `bits` bits, of which the lowest `fraction` are its fraction (FixedToFP).
 pub(crate) fn from_fixed(
     a: u64,
     [bits, fraction]: [u32; 2],
@@ -468,8 +469,8 @@ pub(crate) fn from_fixed(
     }
 }
 
-/// Returns the fraction, left-aligned in 52 bits, and the exponent field. For a denormal, the exponent field is below
-/// 1.
+/// Returns the fraction of a number, left-aligned in 52 bits and without the leading one, and the exponent field. A
+/// denormal is normalized first: its exponent field is then 0 or negative.
 fn normalized(a: u64, format: Format) -> (u64, i32) {
     let fraction = (a & format.fraction_mask()) << (52 - format.fraction);
     let exponent = format.exponent_of(a) as i32;
@@ -480,7 +481,8 @@ fn normalized(a: u64, format: Format) -> (u64, i32) {
     (fraction << up & ((1 << 52) - 1), 1 - up as i32)
 }
 
-/// Makes a positive number from an exponent field, which may be 0 or -1, and the eight fraction bits of an estimate.
+/// Makes a positive number from an exponent field and the low eight bits of an estimate, which are its fraction. With
+/// an exponent field of 0 or -1, the number is a denormal.
 fn estimated(exponent: i32, estimate: u64, format: Format) -> u64 {
     let fraction = (estimate & 0xff) << 44;
     let (fraction, exponent) = match exponent {
@@ -491,7 +493,7 @@ fn estimated(exponent: i32, estimate: u64, format: Format) -> u64 {
     exponent << format.fraction | fraction >> (52 - format.fraction)
 }
 
-/// Returns 2^18 / `a` for `a` from 256 to 511, rounded to a number from 256 to 511 (RecipEstimate).
+/// Returns 2^17 / (`a` + 1/2), rounded: from 256 to 511 for `a` from 256 to 511 (RecipEstimate).
 pub(crate) fn reciprocal(a: u64) -> u64 {
     ((1u64 << 19) / (2 * a + 1)).div_ceil(2)
 }
@@ -524,7 +526,7 @@ pub(crate) fn reciprocal_estimate(a: u64, format: Format, env: &mut Env) -> u64 
         Value::Number(_) => {
             let bias = (1 << (format.exponent - 1)) - 1;
             let (fraction, exponent) = normalized(a, format);
-            // The operand is below 2 to the -(bias + 1), so its reciprocal is too large.
+            // The operand is less than 2 to the power of -(bias + 1), so its reciprocal overflows.
             if exponent < -1 {
                 env.raise(OFC | IXC);
                 return overflow(negative, format, env.rounding());
@@ -580,7 +582,7 @@ pub(crate) fn reciprocal_exponent(a: u64, format: Format, env: &mut Env) -> u64 
     format.sign(format.is_negative(a)) | exponent << format.fraction
 }
 
-/// Returns the magnitude of the difference.
+/// Returns the absolute value of the difference.
 pub(crate) fn difference(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
     sub(a, b, format, env) & !format.sign(true)
 }

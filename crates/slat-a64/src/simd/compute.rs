@@ -1,4 +1,4 @@
-//! The operations of vector instructions, from whole registers to a whole register.
+//! The operations of vector instructions. Each takes whole registers, and returns a whole register.
 
 use super::arithmetic::{self as fp, Extreme};
 use super::float::{Env, Format, Rounding, convert};
@@ -31,7 +31,7 @@ pub(crate) enum Float {
     Greater {
         absolute: bool,
     },
-    /// Adds the product of the first two operands to the third operand. The product and the third operand may be
+    /// Adds the product of the first two operands to the third operand. The product and the third operand may each be
     /// negated first.
     MulAdd {
         negates_product: bool,
@@ -50,7 +50,7 @@ pub(crate) enum Float {
         mode: Option<Rounding>,
         bits: u8,
     },
-    /// Converts to an integer of the same width. The immediate is the number of the integer's fraction bits.
+    /// Converts to an integer of the same width. The immediate is the number of fraction bits of the result.
     ToFixed {
         mode: Rounding,
     },
@@ -86,17 +86,16 @@ pub(crate) enum Bitwise {
     Not,
     /// The third operand selects between the first two.
     Select,
-    /// Bits of the first operand replace bits of the third operand, where the second operand has ones (`ones`) or
-    /// zeros.
+    /// Copies bits of the first operand to the third operand where the second operand has ones (if `ones`) or zeros.
     InsertIf {
         ones: bool,
     },
 }
 
-/// The form of a widening operation, which extends operands of half the width of its result.
+/// The form of an operation whose operands are extended: their lanes have half the width of the result's lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Widening {
-    /// Whether the operation reads the upper halves of the registers instead of the lower halves.
+    /// Whether the operation reads the upper halves of registers instead of the lower halves.
     pub(crate) upper: bool,
     /// Whether the first operand already has the width of the result.
     pub(crate) first_is_wide: bool,
@@ -107,14 +106,14 @@ pub(crate) enum Op {
     Lanes(Integer),
     /// The operation combines adjacent lanes of both operands.
     Pairs(Integer),
-    /// The operation combines all lanes of the first operand. The sum may be `long`.
+    /// The operation combines all lanes of the first operand. If `long`, the sum is twice as wide as a lane.
     Across {
         op: Integer,
         long: bool,
     },
-    /// The lanes of the result are twice as wide as `size`.
+    /// The result's lanes are twice as wide as `size`.
     Widen(Integer, Widening),
-    /// The lanes of the operand are twice as wide as `size`. The immediate is a shift to the right.
+    /// The operand's lanes are twice as wide as `size`. The immediate is the count of a shift to the right.
     Narrow {
         kind: Narrowing,
         rounds: bool,
@@ -132,7 +131,7 @@ pub(crate) enum Op {
     },
     Dot,
     Bitwise(Bitwise),
-    /// Reverses the lanes in each group of this number of bits.
+    /// Reverses the order of the lanes within each group of this many bits.
     Reverse {
         group: u8,
     },
@@ -140,35 +139,34 @@ pub(crate) enum Op {
         kind: Permutation,
         second: bool,
     },
-    /// EXT. The immediate is the number of the first byte.
+    /// EXT. The immediate is the index of the first extracted byte.
     Extract,
-    /// One register of a table. The immediate is the register's number in the table.
+    /// A look-up in one register of a table. The immediate is the index of this register in the table.
     Table,
-    /// The first operand's lane whose number is the immediate. The lane is sign-extended if the function is signed.
+    /// Returns the first operand's lane whose index is the immediate, sign-extended if the function is signed.
     Element,
-    /// The first operand, with its lane 0 replaced by a lane of the third operand. The immediate is the number of that
-    /// lane.
+    /// Replaces lane 0 of the first operand by a lane of the third operand, whose index is the immediate.
     Insert,
-    /// The first operand's lane whose number is the immediate, in all lanes.
+    /// Copies the first operand's lane whose index is the immediate to all lanes.
     Duplicate,
     Float(Float),
     FloatPairs(Float),
-    /// The minimum or maximum of all lanes.
+    /// Returns the minimum or maximum of all lanes.
     FloatAcross(Extreme),
-    /// A conversion between formats. `size` is the size of the result, `from` the size of the operand.
+    /// Converts between formats. `size` is the size of the result, `from` the size of the operand.
     Convert {
         from: u8,
     },
-    /// FCVTL: converts half of the register to lanes of `size`.
+    /// FCVTL: converts the lanes of half a register to lanes of twice the width, which is `size`.
     ConvertLong {
         upper: bool,
     },
-    /// FCVTN, and FCVTXN if the rounding is to odd: converts lanes of twice the size.
+    /// FCVTN, or FCVTXN if the rounding is to odd: converts lanes to lanes of half the width.
     ConvertNarrow {
         upper: bool,
         odd: bool,
     },
-    /// Converts to or from general registers of this number of bits. The immediate is the number of fraction bits.
+    /// Converts to or from a general register of this many bits. The immediate is the number of fraction bits.
     ToGeneral {
         mode: Rounding,
         bits: u8,
@@ -176,8 +174,8 @@ pub(crate) enum Op {
     FromGeneral {
         bits: u8,
     },
-    /// N, Z, C, V in the low four bits. If `conditional`, the third operand's bit 4 says whether to compare, and its
-    /// low bits are the result otherwise.
+    /// Returns N, Z, C, V in the low four bits. If `conditional` and bit 4 of the third operand is clear, does not
+    /// compare, but returns the low four bits of the third operand.
     Compare {
         signals: bool,
         conditional: bool,
@@ -190,7 +188,7 @@ pub(crate) struct Function {
     pub(crate) op: Op,
     /// The logarithm of the number of bytes of a lane.
     pub(crate) size: u8,
-    /// The number of computed bytes of the result. The other bytes are zero.
+    /// The number of bytes of the result that are computed. The other bytes are zero.
     pub(crate) bytes: u8,
     pub(crate) is_signed: bool,
     pub(crate) immediate: u8,
@@ -206,8 +204,8 @@ fn put(v: &mut u128, size: u8, n: u32, value: u64) {
     *v |= u128::from(zero_extend(value, bits)) << (n * bits);
 }
 
-/// Returns a register with `value` in one half. If `upper`, that is the upper half, and the lower half is taken from
-/// `c`.
+/// Returns a register with `value` in one half. If `upper`, this is the upper half, and the lower half comes from `c`.
+/// Otherwise the upper half is zero.
 fn half(value: u128, upper: bool, c: u128) -> u128 {
     match upper {
         true => value << 64 | c & u128::from(u64::MAX),
@@ -236,7 +234,7 @@ impl Function {
         }
         result
     }
-    /// Returns lanes 2n and 2n + 1 of both operands, those of the first operand in the lower half.
+    /// Returns lanes 2n and 2n + 1 of the concatenated operands, in which the lanes of `a` come first.
     fn pair(&self, n: u32, a: u128, b: u128) -> [u64; 2] {
         let lanes = self.lanes();
         let at = |n| match n < lanes {
@@ -426,7 +424,7 @@ impl Function {
         }
     }
 
-    /// Returns the number of lanes of a narrowing instruction: one for a scalar, otherwise the lanes of half a
+    /// Returns the number of lanes that a narrowing instruction computes: one for a scalar, otherwise those of half a
     /// register.
     fn narrow_lanes(&self) -> u32 {
         if self.bytes == 16 { 8 >> self.size } else { 1 }
@@ -459,7 +457,7 @@ impl Function {
                 true => get(abc[0], size + 1, n),
                 false => extended(abc[0]),
             };
-            // A polynomial product of quadwords is the only lane of 128 bits.
+            // The only widening operation on lanes of 64 bits is PMULL, whose result is a single lane of 128 bits.
             if size == 3 {
                 return polynomial_product(first, extended(abc[1]));
             }
@@ -532,7 +530,7 @@ impl Function {
         }
     }
 
-    /// Returns the minimum or maximum of `count` lanes. The lanes are reduced by halves (Reduce).
+    /// Returns the minimum or maximum of `count` lanes, by combining the results of the two halves (Reduce).
     fn across(&self, which: Extreme, a: u128, start: u32, count: u32, env: &mut Env) -> u64 {
         if count == 1 {
             return get(a, self.size, start);
@@ -547,7 +545,7 @@ impl Function {
         let sign = format.sign(true);
         let fixed = [format.bits(), self.immediate.into()];
         let truth = |is: bool| if is { u64::MAX } else { 0 };
-        // The flag bits that a comparison tests. C without V means greater or equal.
+        // A comparison returns N, Z, C, V in bits 3 to 0. Z and C mean equal; C without V means greater or equal.
         let compare = |absolute: bool, signals: bool, env: &mut Env| {
             let mask = if absolute { !sign } else { u64::MAX };
             fp::compare(a & mask, b & mask, signals, format, env)

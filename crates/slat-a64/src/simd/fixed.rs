@@ -21,7 +21,7 @@ pub(super) fn shift_left_long(form: Form, size: u8, count: u32) -> Option<Simd> 
     form.compute(function, [form.rn(), Input::Zero, Input::Zero])
 }
 
-/// Decodes shifts, and conversions of fixed-point numbers.
+/// Decodes shifts by an immediate, and conversions from and to fixed-point numbers.
 pub(super) fn decode(form: Form) -> Option<Simd> {
     let (u, opcode) = (form.u(), field(form.word, 15, 11));
     let (immh, both) = (field(form.word, 22, 19), field(form.word, 22, 16));
@@ -37,7 +37,7 @@ pub(super) fn decode(form: Form) -> Option<Simd> {
         form.compute(function, [rn, Input::Zero, rd])
             .filter(|_| exists)
     };
-    // Among shifts that do not saturate, the only scalars are doublewords.
+    // Of the shifts that do not saturate, only those of doublewords have a scalar form.
     let usual = !form.is_scalar || size == 3;
     let narrow = |kind, rounds, is_signed, of_scalars: bool| {
         let op = Op::Narrow {

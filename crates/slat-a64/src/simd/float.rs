@@ -1,9 +1,9 @@
 //! Floating-point numbers in software: formats, unpacking, rounding, and NaNs (DDI 0487, J1.3, shared/functions/float).
 //!
-//! Everything is computed with integers. The host's own arithmetic is right for most results, which it computes in
-//! compiled code (`jit/float.rs`), but not for all. Arm detects underflow before rounding, where x86 detects it after rounding. The flushing of denormals and the
-//! choice among NaNs differ, and half precision is missing. `rustc_apfloat` has no square root and no flushing, and
-//! detects underflow after rounding, too.
+//! Everything is computed with integers. Compiled code lets the host compute most results (`jit/float.rs`), but some of
+//! the host's results differ from Arm's. Arm detects underflow before rounding, x86 after rounding. The flushing of
+//! denormals and the choice among NaNs differ, and half precision is missing. `rustc_apfloat` has no square root and no
+//! flushing, and detects underflow after rounding, too.
 
 /// FPSR's cumulative exception bits.
 pub(crate) const IOC: u32 = 1 << 0;
@@ -20,15 +20,15 @@ const FZ: u32 = 1 << 24;
 const DN: u32 = 1 << 25;
 const AHP: u32 = 1 << 26;
 
-/// The rounding mode: 0 is to nearest.
+/// FPCR.RMode, the rounding mode. 0: to nearest.
 const MODE: u32 = 3 << 22;
 
-/// Whether single and double precision are rounded to nearest, and denormals are numbers.
+/// Whether single and double precision are rounded to nearest, and denormals are not flushed to zero.
 pub(crate) fn is_usual(fpcr: u32) -> bool {
     fpcr & (FZ | MODE) == 0
 }
 
-/// FPCR and FPSR during the computation of an instruction.
+/// FPCR and FPSR while an instruction is computed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Env {
     pub(crate) fpcr: u32,
@@ -41,9 +41,9 @@ pub(crate) enum Rounding {
     Up,
     Down,
     Zero,
-    /// To the nearest number; ties are rounded away from zero.
+    /// Round to the nearest number; of two that are equally near, to the one farther from zero.
     Away,
-    /// To odd: an inexact result gets an odd lowest bit.
+    /// Round to odd: an inexact result gets an odd lowest bit.
     Odd,
 }
 
@@ -67,7 +67,7 @@ impl Env {
     }
 }
 
-/// A format. The logarithm of its number of bytes selects half, single or double precision.
+/// A floating-point format: half, single or double precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Format {
     /// The number of bits of the fraction.
@@ -91,7 +91,7 @@ impl Format {
     pub(crate) const fn is_half(self) -> bool {
         self.exponent == 5
     }
-    /// Returns the largest exponent field, which infinities and NaNs have.
+    /// Returns the largest exponent field. Infinities and NaNs have it.
     pub(crate) const fn most(self) -> u64 {
         (1 << self.exponent) - 1
     }
@@ -150,7 +150,7 @@ pub(crate) struct Number {
 pub(crate) enum Value {
     Zero(bool),
     Infinity(bool),
-    /// A NaN. The function [`nan`] handles its bits.
+    /// A NaN. Function [`nan`] handles its bits.
     Nan,
     Number(Number),
 }
@@ -176,7 +176,7 @@ impl Value {
     }
 }
 
-/// Returns the value of a number in a format. Denormals may be flushed (FPUnpackBase).
+/// Returns the value of a number in a format. May flush denormals to zero (FPUnpackBase).
 pub(crate) fn unpack(bits: u64, format: Format, env: &mut Env) -> Value {
     let negative = format.is_negative(bits);
     let fraction = bits & format.fraction_mask();
@@ -212,7 +212,7 @@ fn finite(negative: bool, exponent: u64, fraction: u64, format: Format) -> Value
     })
 }
 
-/// Returns the result of an operation whose operand is a NaN (FPProcessNaN).
+/// Returns the result of an operation if an operand is the NaN `bits` (FPProcessNaN).
 pub(crate) fn nan(bits: u64, format: Format, env: &mut Env) -> u64 {
     if format.is_signalling(bits) {
         env.raise(IOC);
@@ -231,19 +231,19 @@ pub(crate) fn nan_of(operands: &[u64], format: Format, env: &mut Env) -> Option<
     Some(nan(*chosen, format, env))
 }
 
-/// Returns the default NaN, as the result of an invalid operation.
+/// Raises the invalid operation exception, and returns the default NaN.
 pub(crate) fn invalid(format: Format, env: &mut Env) -> u64 {
     env.raise(IOC);
     format.default_nan()
 }
 
-/// Rounds a number as FPCR says.
+/// Rounds a number by the rounding mode in FPCR.
 pub(crate) fn round(number: Number, format: Format, env: &mut Env) -> u64 {
     let rounding = env.rounding();
     round_by(number, format, rounding, false, env)
 }
 
-/// Shifts to the right. If a one is shifted out, the lowest bit becomes one.
+/// Shifts to the right. If any 1 bit is shifted out, the lowest bit of the result is 1.
 pub(crate) fn shift_right_sticky(value: u128, count: u32) -> u128 {
     match count {
         0 => value,
@@ -252,8 +252,8 @@ pub(crate) fn shift_right_sticky(value: u128, count: u32) -> u128 {
     }
 }
 
-/// Whether rounding increases the magnitude of a number. The part that rounding drops is `rest` / `unit` of
-/// the last place that stays, and is not zero.
+/// Whether rounding increases the magnitude of a number. `rest` / `unit` is the part that rounding drops, as a fraction
+/// of the last place; it is not zero if the number is inexact.
 fn rounds_up(rounding: Rounding, negative: bool, odd: bool, rest: u128, unit: u128) -> bool {
     match rounding {
         Rounding::Nearest => rest > unit / 2 || (rest == unit / 2 && odd),
@@ -264,7 +264,7 @@ fn rounds_up(rounding: Rounding, negative: bool, odd: bool, rest: u128, unit: u1
     }
 }
 
-/// Rounds a number to a format (FPRoundBase). Half precision has an `alternative` format.
+/// Rounds a number to a format (FPRoundBase). `alternative` selects the alternative half-precision format.
 fn round_by(
     number: Number,
     format: Format,
@@ -277,7 +277,7 @@ fn round_by(
         exponent,
         mantissa,
     } = number;
-    // The leading bit is moved to bit 126.
+    // Shift the leading bit to bit 126.
     let up = mantissa.leading_zeros() - 1;
     let mantissa = mantissa << up;
     let exponent = exponent - up as i32 + 126;
@@ -309,7 +309,7 @@ fn round_by(
         integer |= 1;
     }
     if alternative {
-        // The alternative format has no infinities.
+        // The alternative half-precision format has no infinities.
         if biased > format.most() {
             env.raise(IOC);
             return format.sign(negative) | ((1 << (format.bits() - 1)) - 1);
@@ -324,7 +324,7 @@ fn round_by(
     format.sign(negative) | biased << format.fraction | integer & format.fraction_mask()
 }
 
-/// Returns the result for a number that is too large.
+/// Returns the result for a number that overflows the format: infinity or the largest number.
 pub(crate) fn overflow(negative: bool, format: Format, rounding: Rounding) -> u64 {
     let to_infinity = match rounding {
         Rounding::Nearest | Rounding::Away => true,
@@ -338,8 +338,8 @@ pub(crate) fn overflow(negative: bool, format: Format, rounding: Rounding) -> u6
     }
 }
 
-/// Rounds a number to an integer. Returns the integer's magnitude, of at most 128 bits, and whether the number was an
-/// integer.
+/// Rounds a number to an integer. Returns the integer's magnitude, of at most 128 bits, and whether the result is
+/// exact.
 pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
     let Number {
         negative,
@@ -357,7 +357,7 @@ pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
             true,
         );
     }
-    // There are enough zeros above the mantissa for the shift, because mantissas have at most 64 bits here.
+    // The shift loses no bits: mantissas have at most 64 bits here, so there are enough zeros above.
     let below = exponent.unsigned_abs();
     let (mantissa, below) = match below {
         0..=120 => (mantissa, below),
@@ -380,7 +380,7 @@ pub(crate) fn convert(
     let negative = from.is_negative(bits);
     let alternative = |format: Format| format.is_half() && env.fpcr & AHP != 0;
     let (from_alternative, to_alternative) = (alternative(from), alternative(to));
-    // Conversions never flush numbers of half precision.
+    // Conversions never flush half-precision denormals.
     let mut unflushed = Env {
         fpcr: env.fpcr & !FZ16,
         ..*env

@@ -1,4 +1,4 @@
-//! The fields that Advanced SIMD instructions have in common.
+//! The fields that the encodings of Advanced SIMD instructions have in common.
 
 use super::compute::{Function, Op};
 use super::float::Format;
@@ -13,7 +13,7 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Bit 30 of a vector instruction: whether the instruction uses whole registers. A scalar is handled like half a
+    /// Whether the instruction uses whole registers (Q, bit 30, of a vector instruction). A scalar counts as half a
     /// register.
     pub(super) fn full(self) -> bool {
         !self.is_scalar && flag(self.word, 30)
@@ -33,7 +33,7 @@ impl Form {
     pub(super) fn rm(self) -> Input {
         Input::V(register(self.word, 16))
     }
-    /// Whether lanes of this size may fill the register. Vectors of doublewords need a whole register.
+    /// Whether lanes of this size are allowed: vectors of doublewords need a whole register.
     pub(super) fn fits(self, size: u8) -> bool {
         self.is_scalar || size < 3 || self.full()
     }
@@ -62,11 +62,11 @@ impl Form {
     }
 }
 
-/// Returns the floating-point number of eight bits (VFPExpandImm).
+/// Returns the floating-point number that eight bits of an instruction encode (VFPExpandImm).
 pub(super) fn expanded(immediate: u32, size: u8) -> u64 {
     let format = Format::of(size);
     let immediate = u64::from(immediate);
-    // The exponent begins with the inverse of bit 6. Copies of bit 6 follow.
+    // The exponent begins with the inverse of bit 6; copies of bit 6 follow.
     let repeated = if immediate & 0x40 != 0 {
         (1 << (format.exponent - 3)) - 1
     } else {

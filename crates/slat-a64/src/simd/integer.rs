@@ -1,4 +1,4 @@
-//! Operations on lanes that are integers.
+//! Integer operations on lanes.
 
 use super::float::{Env, QC};
 use crate::bits::{ones, zero_extend};
@@ -14,7 +14,7 @@ pub(crate) enum Integer {
     Max,
     Min,
     Difference,
-    /// Adds the magnitude of the difference to the third operand.
+    /// Adds the absolute difference of the first two operands to the third operand.
     DifferenceAdd,
     HalvingAdd {
         rounds: bool,
@@ -75,7 +75,7 @@ pub(crate) enum Integer {
     UnsignedRootReciprocal,
 }
 
-/// The properties of the lanes of an operation.
+/// The width and signedness of a lane, and the instruction's immediate.
 #[derive(Clone, Copy)]
 pub(crate) struct Lane {
     pub(crate) bits: u32,
@@ -84,7 +84,7 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    /// Returns the value of a lane.
+    /// Returns the signed or unsigned value of a lane.
     fn value(self, a: u64) -> i128 {
         match self.is_signed {
             true => signed(a, self.bits),
@@ -100,7 +100,7 @@ fn signed(a: u64, bits: u32) -> i128 {
     (crate::bits::sign_extend(a, bits) as i64).into()
 }
 
-/// Returns the nearest value that a lane can hold.
+/// Returns the value that a lane can hold and that is nearest to `value`. Sets QC if they differ.
 pub(crate) fn saturate(value: i128, bits: u32, is_signed: bool, env: &mut Env) -> u64 {
     let (least, most) = match is_signed {
         true => (-(1i128 << (bits - 1)), (1i128 << (bits - 1)) - 1),
@@ -136,7 +136,7 @@ fn shift_by(lane: Lane, a: u64, b: u64, [rounds, saturates]: [bool; 2], env: &mu
             0
         };
     }
-    // A shift count of at least the width saturates every value except 0.
+    // A left shift by the width or more saturates every value except 0.
     let shifted = match count < lane.bits {
         true => value << count,
         false => value.signum() << 64,
@@ -150,7 +150,7 @@ fn polynomial_mul(a: u64, b: u64) -> u64 {
         .fold(0, |product, n| product ^ a << n)
 }
 
-/// Computes one lane. Bits above the lane are zeros or have no meaning, in operands and in the result.
+/// Computes one lane. Bits above the lane are zero or ignored, in the operands and in the result.
 pub(crate) fn compute(op: Integer, lane: Lane, a: u64, b: u64, c: u64, env: &mut Env) -> u64 {
     let (x, y) = (lane.value(a), lane.value(b));
     let bits = lane.bits;

@@ -1,4 +1,4 @@
-//! Advanced SIMD instructions on two registers, across lanes, and on pairs of scalars.
+//! Advanced SIMD instructions on two registers, across the lanes of a register, and on pairs of scalars.
 
 use super::arithmetic::Extreme;
 use super::compute::{Bitwise, Float, Function, Narrowing, Op};
@@ -32,10 +32,10 @@ pub(super) fn misc(form: Form) -> Option<Simd> {
     }
 }
 
-/// Decodes instructions on two registers of half precision.
+/// Decodes half-precision instructions on two registers.
 pub(super) fn misc_half(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 16, 12);
-    // Bit 22 must be 1. Roundings to 32 and 64 bits do not exist in half precision.
+    // Bit 22 must be 1. FRINT32 and FRINT64 have no half-precision form.
     if !flag(form.word, 22) || (opcode >= 0b11110 && !flag(form.word, 23)) {
         return None;
     }
@@ -58,7 +58,8 @@ fn integer(form: Form, opcode: u32) -> Option<Simd> {
             [rn, zero, rd],
         )
     };
-    // The columns are the operation, whether it is signed, the largest size of vectors, and the least size of scalars.
+    // Columns: the operation and its inputs, whether it is signed, the largest size of vectors, the least size of
+    // scalars.
     let ((op, inputs), is_signed, most, least) = match (opcode, u) {
         (0b00000, false) => ((Op::Reverse { group: 64 }, [rn, zero, zero]), false, 2, 4),
         (0b00000, true) => ((Op::Reverse { group: 32 }, [rn, zero, zero]), false, 1, 4),
@@ -162,7 +163,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         mode: (!u).then_some(Rounding::Zero),
         bits,
     };
-    // The columns are the operation, and whether scalars have it.
+    // Columns: the operation, and whether it has a scalar form.
     let (op, of_scalars) = match (opcode, a, u) {
         (0b01100, true, false) => (greater, true),
         (0b01100, true, true) => (at_least, true),
@@ -192,7 +193,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         (0b11111, true, false) if form.is_scalar => (Float::ReciprocalExponent, true),
         _ => return None,
     };
-    // FCMLE and FCMLT compare zero with the operand.
+    // FCMLE and FCMLT compare zero with the operand, so the inputs are swapped.
     let is_reversed = matches!((opcode, u), (0b01101, true) | (0b01110, _));
     let inputs = if is_reversed {
         [zero, rn, zero]
@@ -204,7 +205,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         .filter(|_| exists)
 }
 
-/// Decodes operations across lanes, and operations on the pair of lanes in one register.
+/// Decodes operations across the lanes of a register, and operations on the two lanes of a pair.
 pub(super) fn across(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 16, 12);
     let (u, size, word) = (form.u(), form.size(), form.word);
@@ -216,7 +217,7 @@ pub(super) fn across(form: Form) -> Option<Simd> {
         (0b01111, true) => Some(Extreme::Min),
         _ => None,
     };
-    // Half precision has U clear, and allows no other size.
+    // Half precision has U clear and no other size.
     let float_size = match (u, size & 1) {
         (true, double) => 2 + double,
         (false, 0) => 1,

@@ -1,9 +1,9 @@
 //! Advanced SIMD and floating-point instructions (DDI 0487, C4.1.97 and C7.2).
 //!
-//! A vector instruction is a [`Function`] of at most three operands. The function computes a whole register. Its
-//! result depends only on the operands, FPCR and FPSR. So the interpreter calls [`Function::compute`], and compiled
-//! code may call it, too. If an operand is one lane of a register, the function gets a register with this lane in all
-//! lanes. So instructions by element need no functions of their own.
+//! A vector instruction is a [`Function`] of at most three operands, which computes a whole register. Its result
+//! depends only on the operands, FPCR and FPSR. The interpreter calls [`Function::compute`]; compiled code may call it,
+//! too. If an operand is one lane of a register, the function gets a register with a copy of this lane in every lane.
+//! So instructions "by element" need no functions of their own.
 
 pub(crate) mod arithmetic;
 pub(crate) mod compute;
@@ -26,7 +26,7 @@ use crate::width::Width;
 pub(crate) enum Input {
     Zero,
     V(u8),
-    /// One lane, of 1 << `size` bytes, repeated in all lanes.
+    /// One lane of 1 << `size` bytes, copied to all lanes.
     Lane {
         r: u8,
         size: u8,
@@ -43,7 +43,7 @@ pub(crate) enum Output {
     Flags,
 }
 
-/// The change that an immediate makes to a register.
+/// How an immediate changes a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     Set,
@@ -58,7 +58,7 @@ pub(crate) enum Simd {
         inputs: [Input; 3],
         output: Output,
     },
-    /// MOVI and similar instructions. If `full`, they write both halves.
+    /// MOVI and similar instructions. If `full`, they write both halves of the register.
     Immediate {
         rd: u8,
         value: u64,
@@ -82,7 +82,7 @@ pub(crate) enum Simd {
         rn: u8,
         rm: u8,
     },
-    /// TBL, or TBX, which `keeps` bytes.
+    /// TBL, or TBX if `keeps`: bytes with an index outside of the table stay unchanged.
     Table {
         full: bool,
         registers: u8,

@@ -69,7 +69,7 @@ pub(super) fn decode(word: u32) -> Option<Simd> {
     simd.filter(|_| is_narrow)
 }
 
-/// Decodes FMOV between a general register and the upper half of a vector register, which is the only form of type 2.
+/// Decodes FMOV between a general register and the upper half of a vector register: the only instruction with type 2.
 fn top_half(word: u32) -> Option<Simd> {
     let (rd, rn) = (register(word, 0), register(word, 5));
     let function = |op| Function {
@@ -78,7 +78,7 @@ fn top_half(word: u32) -> Option<Simd> {
         ..function(op, 3)
     };
     match word >> 10 & 0x3f_ffff {
-        // sf 0 0 11110 10 1 01 110 000000.
+        // The fields sf 0 0 11110 10 1 01 110 000000.
         0b10_0111_1010_1011_1000_0000 => Some(Simd::Compute {
             function: function(Op::Element),
             inputs: [Input::V(rn), Input::Zero, Input::Zero],
@@ -144,7 +144,7 @@ fn integer(word: u32, size: u8) -> Option<Simd> {
     let mode = field(word, 20, 19);
     let (rd, rn) = (register(word, 0), register(word, 5));
     let is_x = flag(word, 31);
-    // The general register has the size of the floating-point number, or the number has half precision.
+    // FMOV needs registers of the same size, except for half precision.
     let moves = mode == 0 && (size == 1 || is_x == (size == 3));
     let element = Function {
         is_signed: false,

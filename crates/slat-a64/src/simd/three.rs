@@ -23,7 +23,7 @@ pub(super) fn same(form: Form) -> Option<Simd> {
             .filter(|_| !form.is_scalar);
     }
     let op = same_integer(opcode, u)?;
-    // The element sizes (the field `size`: 0 is a byte, 3 a doubleword) of the vector form, and of the scalar form.
+    // The allowed values of the field `size` (0: byte, 3: doubleword), for the vector form and for the scalar form.
     let (vectors, scalars): (_, &[u8]) = match op {
         Integer::SaturatingAdd | Integer::SaturatingSub => (0..=3, &[0, 1, 2, 3]),
         Integer::ShiftBy {
@@ -106,7 +106,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
     let extreme = |maximum, minimum| Float::Extreme(if a { minimum } else { maximum });
     let numbers = extreme(Extreme::MaxNumber, Extreme::MinNumber);
     let numbers_or_nans = extreme(Extreme::Max, Extreme::Min);
-    // The columns are the operation, and whether scalars have it.
+    // Columns: the operation, and whether it has a scalar form.
     let (op, of_scalars) = match (opcode & 7, u, a) {
         (0, false, _) => (Op::Float(numbers), false),
         (0, true, _) => (Op::FloatPairs(numbers), false),
@@ -156,7 +156,7 @@ pub(super) fn extra(form: Form) -> Option<Simd> {
     }
 }
 
-/// Makes a widening instruction, on a scalar or on half a register.
+/// Makes a widening instruction. Its operands are a scalar each, or half a register.
 fn widen(form: Form, op: Integer, size: u8, first_is_wide: bool, second: Input) -> Option<Simd> {
     let widening = Widening {
         upper: form.full(),
@@ -207,7 +207,7 @@ pub(super) fn different(form: Form) -> Option<Simd> {
         0b1011 => Integer::DoublingMulAdd { subtracts: true },
         0b1101 => Integer::DoublingMul,
         0b1110 => {
-            // The operands are polynomials, without signs.
+            // The operands of PMULL are polynomials, which have no sign.
             let Some(Simd::Compute {
                 mut function,
                 inputs,
@@ -274,7 +274,7 @@ pub(super) fn by_element(form: Form) -> Option<Simd> {
     if size > 2 {
         return None;
     }
-    // The columns are the operation, whether it widens, and whether scalars have it.
+    // Columns: the operation, whether it widens, and whether it has a scalar form.
     let (op, widens, of_scalars) = match (opcode, u) {
         (0b0000, true) => (Integer::MulAdd, false, false),
         (0b0100, true) => (Integer::MulSub, false, false),

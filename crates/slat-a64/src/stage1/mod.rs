@@ -1,11 +1,11 @@
 //! Stage 1 of the EL1&0 translation regime (VMSAv8-64; DDI 0487, D8): from a virtual to an intermediate physical
 //! address, with permissions, memory attributes, and hardware updates of access flag and dirty state.
 //!
-//! [`translate`] is called for every access that the TLB does not serve, for cache maintenance, and for the AT
-//! instructions. The walk is in [`walk`] alone.
+//! [`translate`] is called for every access that misses the TLB, for cache maintenance, and for the AT instructions.
+//! Module [`walk`] walks the tables.
 //!
-//! The contiguous hint has no effect: each of the descriptors of a contiguous range is its own translation, which the
-//! architecture permits, and TLBI by address drops that of its own address.
+//! The contiguous hint has no effect: each descriptor of a contiguous range makes a translation of its own, as the
+//! architecture permits, and TLBI by address drops only the translation of that address.
 
 pub(crate) mod regime;
 mod walk;
@@ -20,7 +20,7 @@ use walk::descriptor::{
 };
 use walk::{Leaf, walk};
 
-/// The privilege of an access: the exception level, and PSTATE.PAN.
+/// Whose rights an access has: the exception level, and at EL1 PSTATE.PAN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Accessor {
     El0,
@@ -33,19 +33,19 @@ pub(crate) enum Accessor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Want {
     pub(crate) accessor: Accessor,
-    /// The right that the access needs. `None`: it needs that the address is translated.
+    /// The right that the access needs. `None`: the address only has to be mapped.
     pub(crate) right: Option<Right>,
     /// Whether the access updates the access flag and the dirty state. Cache maintenance and AT do not update them.
     pub(crate) updates: bool,
 }
 
-/// Shareability of Device memory, and of memory that is not cached: Outer Shareable.
+/// Outer Shareable: the shareability of Device memory, and of Normal memory that is not cached.
 const OUTER: u8 = 0b10;
 
 /// The memory type of a translation, as in PAR_EL1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memory {
-    /// The attribute, in MAIR_EL1's form.
+    /// The attribute byte, as in MAIR_EL1.
     pub(crate) attribute: u8,
     pub(crate) shareability: u8,
 }
@@ -58,7 +58,7 @@ impl Memory {
     };
 
     fn new(attribute: u8, shareability: u8) -> Self {
-        // Normal memory that neither cache holds.
+        // Normal memory, Inner and Outer Non-cacheable.
         const UNCACHED: u8 = 0x44;
         let shareability = match attribute {
             0..=0x0f | UNCACHED => OUTER,
@@ -70,7 +70,7 @@ impl Memory {
         }
     }
 
-    /// Whether the memory is of a Device type, to which accesses must be aligned.
+    /// Whether the memory is Device memory. Accesses to it must be aligned.
     pub(crate) fn is_device(self) -> bool {
         self.attribute & 0xf0 == 0
     }
@@ -81,13 +81,13 @@ impl Memory {
 pub(crate) struct Translated {
     /// The intermediate physical address.
     pub(crate) ipa: u64,
-    /// The accesses that need no other translation. If the processor has to set the page's dirty state, a write needs
-    /// another translation.
+    /// The accesses that this translation allows. If a write must first set the page's dirty state, `write` is false,
+    /// and the write needs a translation of its own.
     pub(crate) read: bool,
     pub(crate) write: bool,
     pub(crate) execute: bool,
     pub(crate) memory: Memory,
-    /// The logarithm of the bytes that the descriptor maps.
+    /// The logarithm of the size, in bytes, of the range that the descriptor maps.
     pub(crate) bits: u32,
     /// The translation is valid under every ASID.
     pub(crate) is_global: bool,
@@ -98,14 +98,14 @@ fn rights(regime: &Regime, leaf: &Leaf, accessor: Accessor) -> [bool; 3] {
     let has = |bit: u64| leaf.descriptor & bit != 0;
     let is_below = |bit: u64| leaf.above & bit != 0;
     let for_el0 = has(AP_EL0) && !is_below(AP_TABLE_NOT_EL0);
-    // With DBM the processor can make the page writable.
+    // With HD and DBM, a write makes a read-only page writable, so it is allowed.
     let is_dirty = !has(AP_READ_ONLY) || (regime.sets_dirty && has(DBM));
     let writable = is_dirty && !is_below(AP_TABLE_READ_ONLY);
     let [uxn, pxn] =
         [(UXN, UXN_TABLE), (PXN, PXN_TABLE)].map(|(at, above)| has(at) || is_below(above));
     let (data, never) = match accessor {
         Accessor::El0 => (for_el0, uxn),
-        // EL1 does not execute what EL0 can write.
+        // EL1 may not execute a page that EL0 may write.
         Accessor::El1 => (true, pxn || (for_el0 && writable)),
         Accessor::El1WithPan => (!for_el0, pxn || (for_el0 && writable)),
     };
@@ -113,9 +113,9 @@ fn rights(regime: &Regime, leaf: &Leaf, accessor: Accessor) -> [bool; 3] {
     [data, write, !(never || (regime.wxn && write))]
 }
 
-/// Translates an address without tables (AArch64.S1DisabledOutput).
+/// Translates an address while stage 1 is disabled (AArch64.S1DisabledOutput).
 fn untranslated<R>(regime: &Regime, address: u64, want: &Want) -> Result<Translated, Failure<R>> {
-    // The top byte is ignored where TBI says so.
+    // If TBI is set, the top byte of the address is ignored.
     let ipa = match regime.half(address).has_tags {
         true => address << 8 >> 8,
         false => address,
@@ -123,7 +123,7 @@ fn untranslated<R>(regime: &Regime, address: u64, want: &Want) -> Result<Transla
     if ipa >> regime::MAX_OUTPUT != 0 {
         return Err(Failure::Fault(status::ADDRESS_SIZE));
     }
-    // Instructions are write-through cacheable, or not cacheable.
+    // Instructions are cacheable (write-through) if SCTLR_EL1.I is set, else not cacheable.
     let memory = match (want.right, regime.caches_instructions) {
         (Some(Right::Execute), true) => Memory::new(0xaa, OUTER),
         (Some(Right::Execute), false) => Memory::new(0x44, OUTER),
@@ -140,7 +140,7 @@ fn untranslated<R>(regime: &Regime, address: u64, want: &Want) -> Result<Transla
     })
 }
 
-/// Translates an address for an access.
+/// Translates the address of an access, checks its right, and updates the access flag and the dirty state.
 pub(crate) fn translate<T: Tables>(
     regime: &Regime,
     address: u64,
@@ -183,7 +183,7 @@ pub(crate) fn translate<T: Tables>(
                 right: Right::Write,
                 refusal,
             })?;
-            // Another processor has changed the descriptor since it was read.
+            // Another processor has changed the descriptor since the walk read it, so translate again.
             if found != descriptor {
                 continue;
             }

@@ -1,11 +1,11 @@
-//! The parameters of the EL1&0 translation regime, which EL1's registers contain (DDI 0487, D8.2).
+//! The parameters of the EL1&0 translation regime, as EL1's system registers define them (DDI 0487, D8.2).
 
 use crate::registers::{
     MAIR, SCTLR, SCTLR_I, SCTLR_M, SCTLR_WXN, TCR, TCR_A1, TCR_AS, TCR_HA, TCR_HD, TCR_IPS_SHIFT,
     TTBR0, TTBR1, Values,
 };
 
-/// The bits of the largest output address: ID_AA64MMFR0_EL1.PARange is 48 bits.
+/// The number of bits of output addresses: ID_AA64MMFR0_EL1.PARange says 48.
 pub(super) const MAX_OUTPUT: u32 = 48;
 /// The least and the greatest TxSZ (FEAT_LVA and FEAT_TTST are absent).
 const TXSZ: core::ops::RangeInclusive<u64> = 16..=39;
@@ -15,13 +15,13 @@ const TXSZ: core::ops::RangeInclusive<u64> = 16..=39;
 pub(crate) struct Regime {
     /// SCTLR_EL1.M: stage 1 translates.
     pub(crate) is_enabled: bool,
-    /// SCTLR_EL1.I: without translation, instructions are cacheable.
+    /// SCTLR_EL1.I: instructions are cacheable while stage 1 is disabled.
     pub(crate) caches_instructions: bool,
-    /// SCTLR_EL1.WXN: what can be written cannot be executed.
+    /// SCTLR_EL1.WXN: writable pages cannot be executed.
     pub(crate) wxn: bool,
     /// TCR_EL1.HA: the processor sets access flags.
     pub(crate) sets_access_flag: bool,
-    /// TCR_EL1.HD, with HA: the processor makes pages with DBM writable.
+    /// TCR_EL1.HD, if HA is set: a write by the processor makes a read-only page with DBM writable.
     pub(crate) sets_dirty: bool,
     /// The number of bits of output addresses.
     pub(crate) output: u32,
@@ -30,31 +30,31 @@ pub(crate) struct Regime {
     tables: [u64; 2],
 }
 
-/// Translation by TTBR0_EL1, or by TTBR1_EL1.
+/// Translation of one half of the address space: by TTBR0_EL1, or by TTBR1_EL1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Half {
-    /// The bits of BADDR.
+    /// TTBRn_EL1 without the ASID: the address of the first table.
     pub(crate) base: u64,
-    /// The logarithm of the granule's bytes.
+    /// The logarithm of the granule in bytes.
     pub(crate) granule: u32,
-    /// The number of bits of an address that are translated. `None`: TxSZ is not supported.
+    /// The number of address bits that are translated. `None`: TxSZ has an unsupported value.
     pub(crate) input: Option<u32>,
-    /// EPD: every walk fails.
+    /// EPD: all walks fail.
     pub(crate) is_disabled: bool,
     /// HPD: the permissions in table descriptors have no effect.
     pub(crate) is_flat: bool,
     /// TBI: the top byte of addresses is ignored.
     pub(crate) has_tags: bool,
-    /// The bit that all bits of an address above its input have.
+    /// The value that all address bits above the input bits must have.
     pub(crate) is_upper: bool,
 }
 
-/// Whether bit `n` is set.
+/// Whether bit `n` of `value` is set.
 fn bit(value: u64, n: u32) -> bool {
     value >> n & 1 != 0
 }
 
-/// Returns an address as this half of the address space has it: without a tag, which is replaced by copies of bit 55.
+/// Replaces the tag of an address, its top byte, by copies of bit 55.
 fn untagged(address: u64) -> u64 {
     (address << 8) as i64 as u64 >> 8 | if bit(address, 55) { 0xff << 56 } else { 0 }
 }
@@ -63,7 +63,7 @@ impl Regime {
     pub(crate) fn of(system: &Values) -> Self {
         let (sctlr, tcr) = (system.get(SCTLR), system.get(TCR));
         let sets_access_flag = tcr & TCR_HA != 0;
-        // Reserved sizes are the greatest one.
+        // Reserved values mean the greatest size.
         let output = match tcr >> TCR_IPS_SHIFT & 7 {
             0 => 32,
             1 => 36,
@@ -95,7 +95,7 @@ impl Regime {
         bit(self.tcr, 37 + u32::from(is_upper))
     }
 
-    /// Returns the half of the address space that contains an address. Bit 55 chooses the half, also without TBI.
+    /// Returns the half of the address space that contains an address. Bit 55 selects the half, even without TBI.
     pub(crate) fn half(&self, address: u64) -> Half {
         let is_upper = bit(address, 55);
         let tcr = self.tcr;
@@ -103,7 +103,7 @@ impl Regime {
             false => (tcr & 0x3f, tcr >> 14 & 3),
             true => (tcr >> 16 & 0x3f, tcr >> 30 & 3),
         };
-        // A reserved granule is 4 KiB.
+        // A reserved value means a granule of 4 KiB.
         let granule = match (is_upper, granule) {
             (false, 1) | (true, 3) => 16,
             (false, 2) | (true, 1) => 14,
@@ -121,7 +121,7 @@ impl Regime {
         }
     }
 
-    /// Returns an address without its tag, if TBI says that it has one.
+    /// Returns an address without its tag, if TBI is set for its half.
     pub(crate) fn canonical(&self, address: u64) -> u64 {
         match self.has_tags(bit(address, 55)) {
             true => untagged(address),
@@ -130,7 +130,7 @@ impl Regime {
     }
 }
 
-/// Returns the current address space identifier.
+/// Returns the current ASID.
 pub(crate) fn asid(system: &Values) -> u16 {
     let tcr = system.get(TCR);
     let table = if tcr & TCR_A1 != 0 { TTBR1 } else { TTBR0 };
@@ -139,7 +139,7 @@ pub(crate) fn asid(system: &Values) -> u16 {
 }
 
 impl Half {
-    /// Whether an address is in this half's range.
+    /// Whether an address is in the range that this half translates. `input`: the number of input bits.
     pub(crate) fn contains(&self, address: u64, input: u32) -> bool {
         let address = match self.has_tags {
             true => untagged(address),

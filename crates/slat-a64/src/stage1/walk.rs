@@ -1,12 +1,12 @@
-//! The walk of stage 1's tables (DDI 0487, D8.2 and D8.3), for all accesses and for the AT instructions.
+//! The walk of stage 1's translation tables (DDI 0487, D8.2 and D8.3).
 
 use super::regime::{Half, Regime};
 use crate::abort::{Right, status};
 
-/// Descriptors of stage 1 (D8.3).
+/// Bits of stage 1's descriptors (D8.3).
 pub(super) mod descriptor {
     pub(crate) const VALID: u64 = 1 << 0;
-    /// A table, or at level 3 a page.
+    /// The descriptor is a table, or at level 3 a page.
     pub(crate) const TABLE: u64 = 1 << 1;
     /// The bits of an output address.
     pub(crate) const ADDRESS: u64 = 0x0000_ffff_ffff_f000;
@@ -25,22 +25,22 @@ pub(super) mod descriptor {
 }
 use descriptor::{ADDRESS, TABLE, VALID};
 
-/// Descriptors in memory. An address is a multiple of 8.
+/// Access to descriptors in memory. Their addresses are multiples of 8.
 pub(crate) trait Tables {
-    /// The reason why the machine below refuses.
+    /// Why the machine below refuses an access.
     type Refusal;
     /// Reads a descriptor.
     fn read(&mut self, ipa: u64) -> Result<u64, Self::Refusal>;
-    /// Replaces a descriptor if it is `old`. Returns the descriptor that was there.
+    /// Replaces a descriptor if it equals `old`. Returns the old descriptor.
     fn replace(&mut self, ipa: u64, old: u64, new: u64) -> Result<u64, Self::Refusal>;
 }
 
-/// The reason why a translation fails.
+/// Why a translation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure<R> {
-    /// The fault status code.
+    /// Stage 1 has a fault, with this fault status code.
     Fault(u8),
-    /// The descriptor at an address is refused.
+    /// The machine below refuses an access to the descriptor at this address.
     Refused {
         ipa: u64,
         level: u8,
@@ -55,10 +55,10 @@ pub(super) struct Leaf {
     /// The descriptor's address.
     pub(super) at: u64,
     pub(super) descriptor: u64,
-    /// All bits of the permissions in the table descriptors above.
+    /// All table descriptors of the walk, ORed: their permission bits restrict the leaf.
     pub(super) above: u64,
     pub(super) level: u8,
-    /// The logarithm of the bytes that the descriptor maps.
+    /// The logarithm of the size, in bytes, of the range that the descriptor maps.
     pub(super) bits: u32,
 }
 
@@ -67,7 +67,7 @@ fn first_block(granule: u32) -> u32 {
     if granule == 12 { 1 } else { 2 }
 }
 
-/// Finds the descriptor that maps an address.
+/// Walks the tables, and returns the descriptor that maps an address.
 pub(super) fn walk<T: Tables>(
     regime: &Regime,
     half: &Half,
@@ -81,11 +81,12 @@ pub(super) fn walk<T: Tables>(
     if !half.contains(address, input) {
         return Err(fault(status::TRANSLATION, 0));
     }
-    // The number of bits that a level translates, and the first level.
+    // `stride` is the number of address bits that each level translates. The walk starts at level `level`.
     let stride = half.granule - 3;
     let mut level = 4 - (input - half.granule).div_ceil(stride);
     let shift = |level: u32| half.granule + (3 - level) * stride;
-    // A table is aligned to its size, which at the first level is as small as the input.
+    // A table is aligned to its size. The first table may be smaller than others, since fewer input bits may be left
+    // for it.
     let mut top = input;
     let mut table = half.base & !((1 << (top - shift(level) + 3)) - 1);
     let mut above = 0;
@@ -110,7 +111,7 @@ pub(super) fn walk<T: Tables>(
         if descriptor & VALID == 0 || !(is_table || is_leaf) {
             return Err(fault(status::TRANSLATION, level));
         }
-        // In the descriptor, the bits below the size of the page or the block are not part of the address.
+        // The address in a descriptor is aligned to the page, block or table; lower bits are ignored.
         let low = if is_leaf { shift } else { half.granule };
         let next = descriptor & ADDRESS & !((1 << low) - 1);
         if next >> regime.output != 0 {

@@ -1,17 +1,20 @@
-//! Checks that compiled code keeps the order of accesses that Arm promises to guests. Models check it: a test on x86
-//! observes x86's order alone, and a test on arm64 observes one processor, whose order may be stronger than another's.
+//! Tests that compiled code keeps the order of accesses that Arm promises to guests. They use models: a test that runs
+//! on x86 observes only x86's order, and a test that runs on arm64 observes one processor, whose order may be stronger
+//! than that of others.
 //!
-//! 1. The tests read the code of an instruction from Cranelift's intermediate language, and from the host's code.
-//! 2. So a program of guest instructions becomes a program of the host's, and [`model`] tells what both can compute. The
-//!    host's results have to be the guest's.
+//! 1. The tests find out what a guest instruction compiles to, from Cranelift's intermediate language and the host's
+//!    code.
+//! 2. With that, they translate a program of guest instructions to one of the host's instructions. [`model`] computes
+//!    the possible results of both programs. Each result of the host's program must be a possible result of the
+//!    guest's.
 //!
-//! The interpreter and the helpers of compiled code fence each ordered access on both sides, and their plain accesses are
-//! at least as strong as compiled ones (`slat_guard`). So they order more than compiled code does, at each place, and a
-//! mixture of tiers computes nothing that compiled code alone would not.
+//! The interpreter and the helpers of compiled code fence each ordered access on both sides, and their plain accesses
+//! are at least as strong as compiled ones (`slat_guard`). So they always order more than compiled code does, and a
+//! mixture of interpreted and compiled code has no result that compiled code alone would not have.
 //!
-//! Left out: dependencies. A dependency of the guest's is one of the host's code, unless Cranelift computes the value
-//! without it (`eor x1, x0, x0`). On arm64 such an artificial dependency orders nothing in compiled code. No known guest
-//! relies on one.
+//! The tests leave out dependencies. A dependency in the guest's code is one in the host's code, too, unless Cranelift
+//! computes the value without it (`eor x1, x0, x0`). On arm64 such an artificial dependency orders nothing in compiled
+//! code. No known guest relies on one.
 
 mod model;
 
@@ -29,7 +32,7 @@ use std::string::{String, ToString};
 use std::vec;
 use std::vec::Vec;
 
-/// What compiled code does to memory where the TLB has the page.
+/// What compiled code does to memory if the TLB has the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Emitted {
     Load,
@@ -37,12 +40,12 @@ enum Emitted {
     LoadAcquire,
     StoreRelease,
     Fence,
-    /// Calls a function of the interpreter's.
+    /// Calls a helper, which runs the interpreter's function.
     Helper,
 }
 use Emitted::*;
 
-/// Compiles an instruction. Returns what is emitted for it, and the host's code.
+/// Compiles an instruction. Returns the emitted accesses and barriers, and the host's assembly code.
 fn emitted(word: u32) -> (Vec<Emitted>, String) {
     let context = Context {
         accessor: Accessor::El1,
@@ -60,7 +63,7 @@ fn emitted(word: u32) -> (Vec<Emitted>, String) {
     let builder = FunctionBuilder::new(&mut compiling.func, &mut allocations);
     let _kept = translate(builder, &plan, source.pc, source.context);
     let func = &compiling.func;
-    // Misses are in cold blocks.
+    // Accesses that miss the TLB are in cold blocks, which are left out.
     let blocks = func
         .layout
         .blocks()
@@ -92,7 +95,7 @@ fn emitted(word: u32) -> (Vec<Emitted>, String) {
     (parts, text.expect("a disassembly").to_string())
 }
 
-/// Guest instructions with X0 as the address, and what is emitted for them.
+/// Guest instructions with the address in X0, and what is emitted for each.
 const INSTRUCTIONS: [(&str, u32, &[Emitted]); 24] = [
     ("ldrb w1, [x0]", 0x3940_0001, &[Load]),
     ("ldrh w1, [x0]", 0x7940_0001, &[Load]),
@@ -127,7 +130,7 @@ fn each_instruction_is_emitted_with_its_order() {
         assert_eq!(parts, expected, "{name}");
         for part in parts {
             let needed = match (part, cfg!(target_arch = "x86_64")) {
-                // Plain stores and loads are x86's release and acquire.
+                // On x86, plain stores are releases and plain loads are acquires, so only MFENCE is to be found.
                 (StoreRelease | Fence, true) => "mfence",
                 (StoreRelease, false) => "stlr",
                 (LoadAcquire, false) => "ldar",
@@ -139,7 +142,7 @@ fn each_instruction_is_emitted_with_its_order() {
     }
 }
 
-/// Returns what a guest instruction is on a host with this order.
+/// Returns the host's instructions for a guest instruction, on a host with this memory model.
 fn on_host(host: Model, op: Op) -> Vec<Op> {
     let (plain_read, plain_write) = (
         |at| Op::Read {
@@ -152,7 +155,7 @@ fn on_host(host: Model, op: Op) -> Vec<Op> {
         },
     );
     match (host, op) {
-        // `INSTRUCTIONS`: an ordered access is the ordered one of arm64.
+        // As `INSTRUCTIONS` says, arm64's own ordered access is emitted for an ordered access.
         (Model::Arm, Op::Read { .. } | Op::Write { .. }) | (_, Op::Fence) => vec![op],
         (Model::X86, Op::Read { at, .. }) => vec![plain_read(at)],
         (
@@ -163,7 +166,7 @@ fn on_host(host: Model, op: Op) -> Vec<Op> {
             },
         ) => vec![plain_write(at)],
         (Model::X86, Op::Write { at, releases: true }) => vec![plain_write(at), Op::Fence],
-        // A helper's. A loop of exclusive accesses, or a locked instruction.
+        // A helper executes updates: by a loop of exclusive accesses on arm64, by a locked instruction on x86.
         (
             _,
             Op::Update {
@@ -192,7 +195,7 @@ fn on_host(host: Model, op: Op) -> Vec<Op> {
     }
 }
 
-/// Returns the results that the host's program computes and the guest's does not.
+/// Returns the results that are possible for the host's program and impossible for the guest's.
 fn wrong(
     host: Model,
     guest: &[Vec<Op>],
@@ -212,7 +215,7 @@ fn wrong(
         .collect()
 }
 
-/// Accesses to a place: each kind without an order, and with its orders.
+/// All accesses to place `at`: a read, a write and an update, each without order and with all its orders.
 fn accesses(at: u8) -> Vec<Op> {
     let with = |is_ordered| {
         let (acquires, releases) = (is_ordered, is_ordered);
@@ -229,7 +232,7 @@ fn accesses(at: u8) -> Vec<Op> {
     [with(false), with(true)].concat()
 }
 
-/// All threads with an access to one place, perhaps a barrier, and an access to the other place.
+/// Returns all threads of this form: an access to one place, perhaps a barrier, and an access to the other place.
 fn threads() -> Vec<Vec<Op>> {
     let mut all = Vec::new();
     for places in [[0, 1], [1, 0]] {
@@ -257,7 +260,7 @@ fn no_program_of_two_threads_computes_on_a_host_what_arm_forbids() {
     }
 }
 
-/// Writes to two places by two threads, and two threads that read both in different orders.
+/// Two threads each write one place, and two threads read both places in opposite orders.
 #[test]
 fn all_threads_see_one_order_of_writes_where_arm_promises_it() {
     let write = |at, releases| vec![Op::Write { at, releases }];
@@ -290,7 +293,8 @@ fn all_threads_see_one_order_of_writes_where_arm_promises_it() {
     }
 }
 
-/// The check would notice: a store-release without its MFENCE on x86, and a load-acquire that is a plain load on arm64.
+/// Breaks the code on purpose, and expects that the checks notice: a store-release without its MFENCE on x86, and a
+/// plain load in place of a load-acquire on arm64.
 #[test]
 fn a_barrier_that_is_missing_is_found() {
     let stores = |at, other| {

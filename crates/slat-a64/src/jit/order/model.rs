@@ -1,15 +1,15 @@
-//! Which results the memory models of the processors allow: every execution of a small program is tried.
+//! Computes which results the memory models of the processors allow, by trying every execution of a small program.
 //!
-//! An execution says which write each read has read from, and in which order the writes of each place take effect. The
-//! model says which executions there are: those in which certain relations between events have no cycle. Programs have
-//! no dependencies and no branches, so the models leave out what these order.
+//! An execution says from which write each read has read, and in which order the writes of each place take effect. The
+//! model allows an execution if certain relations between its events have no cycle. Programs have no dependencies and
+//! no branches, so the models do not contain the order that these give.
 
 use std::collections::BTreeSet;
 use std::vec;
 use std::vec::Vec;
 
-/// An instruction of a program's thread. Places have numbers. Every write has a value of its own: the writes are
-/// numbered from 1, thread by thread. All places begin with 0.
+/// An instruction of a program's thread. A place is a memory location, and has a number. Every write has a value of its
+/// own: the writes are numbered from 1, thread by thread. All places begin with 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Op {
     Read {
@@ -20,7 +20,7 @@ pub(super) enum Op {
         at: u8,
         releases: bool,
     },
-    /// Reads and writes, as one atomic operation.
+    /// A read and a write, as one atomic operation.
     Update {
         at: u8,
         acquires: bool,
@@ -35,22 +35,22 @@ pub(super) enum Op {
 pub(super) enum Model {
     /// Arm's (DDI 0487, B2.3).
     Arm,
-    /// x86's (Intel SDM volume 3, 9.2; AMD APM volume 2, 7.2). Its accesses neither acquire nor release.
+    /// x86's (Intel SDM volume 3, 9.2; AMD APM volume 2, 7.2). It ignores `acquires` and `releases`.
     X86,
 }
 
-/// What a program can compute: the values of its reads, thread by thread, and then the last value of each place.
+/// A result of a program: the values of its reads, thread by thread, and then the final value of each place.
 pub(super) type Outcome = Vec<u8>;
 
-/// An access or a barrier. An update is a read, and the write that follows it.
+/// An access or a barrier. An update becomes two events: a read, and the write that follows it.
 #[derive(Clone, Copy)]
 struct Event {
     thread: usize,
     op: Op,
-    /// The number of the write. 0: the event is no write.
+    /// The number of the write. 0: the event is not a write.
     written: u8,
     is_read: bool,
-    /// The event is a half of an update.
+    /// The event is the read or the write of an update.
     is_half: bool,
 }
 
@@ -81,7 +81,7 @@ impl Event {
     }
 }
 
-/// Pairs of events: bit `b` of word `a` says that `a` comes before `b`.
+/// A relation between events: bit `b` of word `a` says that `a` comes before `b`.
 #[derive(Clone)]
 struct Relation(Vec<u32>);
 
@@ -90,7 +90,7 @@ impl Relation {
         Self(vec![0; events])
     }
 
-    /// All pairs that fulfil a condition.
+    /// Makes the relation of all pairs of events for which `holds` returns `true`.
     fn of(events: usize, mut holds: impl FnMut(usize, usize) -> bool) -> Self {
         let mut relation = Self::new(events);
         for a in 0..events {
@@ -123,7 +123,7 @@ impl Relation {
     }
 }
 
-/// A program's events, and the order that its threads give them whatever the execution is.
+/// A program's events, and those of their orders that are the same in every execution.
 struct Program {
     model: Model,
     events: Vec<Event>,
@@ -164,13 +164,13 @@ impl Program {
         program
     }
 
-    /// Whether event `a` comes before event `b` in a thread.
+    /// Whether events `a` and `b` are of one thread, and `a` comes first in it.
     fn precedes(&self, a: usize, b: usize) -> bool {
         a < b && self.events[a].thread == self.events[b].thread
     }
 
-    /// Whether the model keeps the order of two events of one thread. What it keeps by way of other events is the
-    /// closure's.
+    /// Whether the model itself keeps the order of two events of one thread. Orders that follow by way of a third event
+    /// are left out: the search for cycles finds them.
     fn preserves(&self, a: usize, b: usize) -> bool {
         if !self.precedes(a, b) {
             return false;
@@ -180,13 +180,14 @@ impl Program {
             return true;
         }
         match self.model {
-            // Only a store that a load follows may take effect after it; locked instructions order all.
+            // x86 reorders one case only: a store may take effect after a later load. Locked instructions keep the
+            // order.
             Model::X86 => first.is_half || second.is_half || !first.is_write() || second.is_write(),
             Model::Arm => {
                 let releases_then_acquires = first.releases() && second.acquires();
-                // An access, and then a write of the same place.
+                // A write of a place does not overtake an earlier access to that place.
                 let overwrites = first.at() == second.at() && second.is_write();
-                // An update that acquires and releases is a barrier.
+                // An update that both acquires and releases orders the events on its two sides.
                 let is_barrier = |n: usize| {
                     let event = self.events[n];
                     matches!(
@@ -209,11 +210,11 @@ impl Program {
         }
     }
 
-    /// Whether there is an execution in which read `r` reads write `from(r)` (`None`: the initial value), and in which
-    /// the writes of each place take effect in the order of `places`.
+    /// Whether the model allows the execution in which read `r` reads from write `from[r]` (`None`: the initial value),
+    /// and the writes of each place take effect in the order of `places`.
     fn allows(&self, from: &[Option<usize>], places: &[Vec<usize>]) -> bool {
         let n = self.events.len();
-        // How many writes of its place have taken effect once this write has.
+        // The position of each write in the order of its place, counted from 1.
         let mut rank = vec![0; n];
         for writes in places {
             for (before, write) in writes.iter().enumerate() {
@@ -224,7 +225,7 @@ impl Program {
         let is_same = |a: usize, b: usize| {
             self.events[a].at().is_some() && self.events[a].at() == self.events[b].at()
         };
-        // Read-from, coherence order, and from-read.
+        // The relations read-from, coherence order, and from-read.
         let communicates = |a: usize, b: usize| {
             let [first, second] = [a, b].map(|n| self.events[n]);
             is_same(a, b)
@@ -235,14 +236,14 @@ impl Program {
                     (false, false) => false,
                 }
         };
-        // Each place by itself is coherent.
+        // Coherence: the accesses to each single place have a total order that agrees with each thread's.
         let coherent = Relation::of(n, |a, b| {
             communicates(a, b) || (is_same(a, b) && self.precedes(a, b))
         });
         if coherent.has_cycle() {
             return false;
         }
-        // No write comes between the halves of an update.
+        // No other write of the place comes between the read and the write of an update.
         let is_torn = (0..n).any(|r| {
             let event = self.events[r];
             event.is_half && event.is_read && rank[r + 1] != read(r) + 1
@@ -252,7 +253,8 @@ impl Program {
         }
         let observed = Relation::of(n, |a, b| {
             let is_external = self.events[a].thread != self.events[b].thread;
-            // A thread may read its own stores early, but an acquiring read does not read the store of an update early.
+            // A thread may read its own store before other threads see it, but an acquiring read waits for the store of
+            // an update.
             let is_late = self.events[a].is_half && from[b] == Some(a) && self.events[b].acquires();
             self.preserved.has(a, b) || (communicates(a, b) && (is_external || is_late))
         });
@@ -260,7 +262,7 @@ impl Program {
     }
 }
 
-/// Returns what a program can compute.
+/// Returns the possible results of a program.
 pub(super) fn outcomes(model: Model, threads: &[Vec<Op>]) -> BTreeSet<Outcome> {
     let program = Program::new(model, threads);
     let events = &program.events;
@@ -304,7 +306,7 @@ pub(super) fn outcomes(model: Model, threads: &[Vec<Op>]) -> BTreeSet<Outcome> {
     found
 }
 
-/// Calls `then` for each choice of what the reads have read.
+/// Calls `then` for each combination of writes from which the reads may have read.
 fn try_reads(
     reads: &[usize],
     from: &mut Vec<Option<usize>>,
@@ -336,7 +338,7 @@ fn permutations(items: &[usize]) -> Vec<Vec<usize>> {
     all
 }
 
-/// Programs whose results the manuals tell.
+/// Programs whose results the manuals name.
 mod tests {
     use super::*;
 
@@ -367,7 +369,7 @@ mod tests {
     }
     const F: Op = Op::Fence;
 
-    /// Whether the models allow an outcome: Arm's, x86's.
+    /// Whether Arm's model and x86's model allow an outcome.
     fn is_allowed(threads: &[&[Op]], outcome: &[u8]) -> [bool; 2] {
         let threads: Vec<Vec<Op>> = threads.iter().map(|ops| ops.to_vec()).collect();
         [Model::Arm, Model::X86].map(|model| outcomes(model, &threads).contains(outcome))
@@ -396,7 +398,7 @@ mod tests {
             is_allowed(&[&[w(0), F, w(1)], &[r(1), F, r(0)]], &[2, 0, 1, 2]),
             [false, false]
         );
-        // Store buffering: (`acquire` and `release` say nothing to x86's model.)
+        // Store buffering. (x86's model ignores `acquires` and `releases`.)
         assert_eq!(
             is_allowed(&[&[w(0), r(1)], &[w(1), r(0)]], &[0, 0, 1, 2]),
             [true, true]
@@ -409,7 +411,7 @@ mod tests {
             is_allowed(&[&[w(0), F, r(1)], &[w(1), F, r(0)]], &[0, 0, 1, 2]),
             [false, false]
         );
-        // Updates of both threads in the place of the stores.
+        // Store buffering with updates instead of stores.
         assert_eq!(
             is_allowed(&[&[u(0), r(1)], &[u(1), r(0)]], &[0, 0, 0, 0, 1, 2]),
             [true, false]
@@ -429,7 +431,7 @@ mod tests {
         };
         assert_eq!(readers([r(0), r(1)], [r(1), r(0)]), [true, false]);
         assert_eq!(readers([a(0), a(1)], [a(1), a(0)]), [false, false]);
-        // One place is coherent: no thread reads the old value after the new one.
+        // Coherence of one place: no thread reads the old value after it has read the new one.
         assert_eq!(
             is_allowed(&[&[w(0)], &[r(0), r(0)]], &[1, 0, 1]),
             [false, false]
