@@ -2,17 +2,18 @@
 //!
 //! Compiled code computes with the default settings: results are rounded to nearest, denormals are neither read nor
 //! written as zeros, and no exception is taken. A program may have chosen other settings for its threads, for example
-//! with `-ffast-math`. The host also collects flags. The flag of inexact results means the same on all hosts, and for
-//! all guests; so compiled code need not find out whether a result is inexact.
+//! with `-ffast-math`. The host also collects exception flags. The flag for inexact results means the same on all hosts
+//! and for all guests, so compiled code uses the host's flag instead of computing it.
 
 use crate::arch;
 
-/// The settings and flags of before [`begin`].
+/// The settings and flags that the host's unit had before [`begin`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Before(u64);
 
-/// Loads the default settings, and clears the flags. Until [`Before::end`], the thread executes compiled code, and
-/// functions that do not compute floating point, because their flags would be taken for those of compiled code.
+/// Loads the default settings, and clears the flags. Until [`Before::end`], the thread may execute only compiled code
+/// and functions that do not compute floating point. The flags of other functions would be taken for those of compiled
+/// code.
 pub fn begin() -> Before {
     Before(arch::begin_floats())
 }
@@ -38,7 +39,7 @@ mod tests {
         };
         assert!(!quotient(1.0, 4.0));
         assert!(quotient(1.0, 3.0));
-        // The flag of before is no flag of now, and comes back.
+        // A flag that was set before `begin` does not count, and `end` restores it.
         let outer = begin();
         assert!(!quotient(1.0, 2.0));
         assert!(!outer.end());

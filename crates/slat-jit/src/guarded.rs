@@ -3,19 +3,19 @@
 use cranelift_codegen::CompiledCode;
 use cranelift_codegen::ir::TrapCode;
 
-/// Marks an access to guest memory, which may fail.
+/// The trap code that marks an access to guest memory, which may fail.
 pub const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
-/// The guarded accesses of a function: their offsets, ascending, and a number that belongs to each.
+/// The guarded accesses of a function: their offsets in ascending order, and a number for each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Guarded(pub Box<[(u32, u32)]>);
 
 impl Guarded {
-    /// Returns the accesses of a function of Cranelift's that have [`GUARDED`] as their trap. The number of an access
-    /// is its source location.
+    /// Returns the accesses of a compiled function whose trap code is [`GUARDED`]. The number of an access is its
+    /// source location in Cranelift.
     pub fn of(compiled: &CompiledCode) -> Self {
         let places = compiled.buffer.get_srclocs_sorted();
-        // The traps of divisions are left out, because those divisions never fail.
+        // Leave out other traps: those belong to divisions, which are emitted so that they never trap.
         let traps = compiled.buffer.traps().iter();
         let guarded = traps.filter(|trap| trap.code == GUARDED).map(|trap| {
             let after = places.partition_point(|place| place.start <= trap.offset);
@@ -24,12 +24,12 @@ impl Guarded {
         Self(guarded.collect())
     }
 
-    /// Returns the offsets.
+    /// Returns the offsets of the guarded accesses.
     pub fn offsets(&self) -> impl Iterator<Item = u32> {
         self.0.iter().map(|access| access.0)
     }
 
-    /// Returns the number of the access at an offset.
+    /// Returns the number of the guarded access at an offset.
     pub fn find(&self, offset: u32) -> Option<u32> {
         let found = self.0.binary_search_by_key(&offset, |access| access.0);
         Some(self.0[found.ok()?].1)

@@ -4,17 +4,18 @@ use crate::arch;
 use cranelift_codegen::isa::{self, CallConv, OwnedTargetIsa};
 use cranelift_codegen::settings::{self, Configurable};
 
-/// The convention by which compiled code calls functions of slat's, which [`helper`](crate::helper) defines: the one of
-/// the host's that preserves the most registers. Such calls are rare, and the code around them keeps its registers.
+/// The calling convention by which compiled code calls slat's functions that [`helper`](crate::helper) defines. Of the
+/// host's conventions, it preserves the most registers: such calls are rare, and the code around them keeps its values
+/// in registers.
 pub const HELPERS: CallConv = arch::HELPERS;
 
-/// Whether Cranelift's `fma` is an instruction of the host. If not, it would be a call of a library.
+/// Whether Cranelift's `fma` becomes an instruction of the host. Otherwise it would become a call of a library.
 pub fn has_fused_multiply_add() -> bool {
     arch::has_fused_multiply_add()
 }
 
-/// Returns the host's instruction set, with the features that the host's processor has. `settings` are Cranelift's, in
-/// addition to those that all compilers of guest code have: a pinned register, and no unwinding.
+/// Returns Cranelift's instruction set for the host, with the features of the host's processor. `settings` are settings
+/// of Cranelift's, in addition to those of all compilers of guest code: a pinned register, and no unwinding.
 ///
 /// # Panics
 /// Panics if Cranelift does not know a setting.

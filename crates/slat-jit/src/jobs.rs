@@ -1,13 +1,13 @@
-//! The queue of a compiling thread.
+//! The queue of jobs for a compiling thread.
 
 use crate::memory::lock;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// The most jobs that can wait. Further jobs should be refused ([`Jobs::has_room`]).
+/// The number of waiting jobs from which on callers should add no more ([`Jobs::has_room`]).
 const JOBS: usize = 64;
 
-/// The jobs of a compiling thread, in their order.
+/// The jobs of a compiling thread, first in, first out.
 #[derive(Debug)]
 pub struct Jobs<J> {
     waiting: Mutex<VecDeque<J>>,
@@ -24,7 +24,7 @@ impl<J> Default for Jobs<J> {
 }
 
 impl<J> Jobs<J> {
-    /// Waits for a job.
+    /// Removes the first job. Waits if there is none.
     pub fn take(&self) -> J {
         let mut waiting = lock(&self.waiting);
         loop {
@@ -49,7 +49,7 @@ impl<J> Jobs<J> {
         has_memory
     }
 
-    /// Whether not too many jobs wait for another one.
+    /// Whether fewer than [`JOBS`] jobs wait.
     pub fn has_room(&self) -> bool {
         lock(&self.waiting).len() < JOBS
     }

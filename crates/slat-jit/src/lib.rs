@@ -1,4 +1,4 @@
-//! What compilers of guest code have in common, whatever the guest's instructions are.
+//! The parts of a compiler of guest code that do not depend on the guest's instruction set.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
@@ -10,7 +10,7 @@
 //! | `host` | Cranelift, set up for the host |
 //! | `floats` | the host's floating-point unit while compiled code computes |
 //! | `entry` | how a thread enters compiled code that keeps a pointer in a register, and how it leaves |
-//! | `frame` | what compiled code reaches and returns |
+//! | `frame` | the data that compiled code uses, and the values that it returns |
 //! | `arch/` | the host's processor: its features, the code of `entry`, and its instruction cache |
 
 mod arch;

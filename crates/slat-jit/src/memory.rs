@@ -1,32 +1,32 @@
 //! Memory for compiled code. It consists of whole pages in one reserved range of address space. A page is writable
 //! while code is copied to it, and executable afterwards, but never both.
 //!
-//! Next to the code is a table with one bit per byte of code: 1 where a guarded access begins. The table tells a signal
+//! After the code is a table with one bit per byte of code: 1 where a guarded access begins. The table tells a signal
 //! handler whether an instruction may fail (`slat_guard::set_generated`).
 //!
 //! Only the compiling threads allocate, fill and recycle pages, because a seccomp filter may forbid the system calls on
-//! other threads. (CPUs that compile at once, in tests, do this themselves.) Pages that other threads free wait in
-//! `returned`.
+//! other threads. (In tests, CPUs may compile on their own threads.) Pages that other threads free are listed in
+//! `returned`, until a compiling thread reuses them.
 
 use crate::arch;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
-/// The number of bytes of a cache line.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// Locks a mutex, even if a thread has panicked that held it.
+/// Locks a mutex, even if another thread has panicked while it held the lock.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the number of bytes of the host's pages.
+/// Returns the size of the host's pages in bytes.
 fn page_size() -> usize {
-    // SAFETY: sysconf has no preconditions. The page size has no error.
+    // SAFETY: sysconf has no preconditions. It cannot fail for the page size.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// The reserved range: first the code, then the table of guarded accesses.
+/// The reserved range of addresses: first the code, then the table of guarded accesses.
 #[derive(Debug)]
 struct Reservation {
     start: *mut u8,
@@ -35,7 +35,7 @@ struct Reservation {
 }
 
 impl Reservation {
-    /// Returns the number of bytes of the table.
+    /// Returns the size of the table of guarded accesses in bytes.
     fn table_bytes(&self) -> usize {
         self.bytes / 8
     }
@@ -53,12 +53,12 @@ impl Drop for Reservation {
     }
 }
 
-/// The reason why code is not compiled.
+/// Why code is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// All pages are used.
+    /// All pages for code are used.
     Full,
-    /// The host has no memory, allows no executable memory, or does not make all threads see new code.
+    /// The host has no memory, forbids executable memory, or cannot make all threads see new code.
     Forbidden,
     /// The compiler does not support this code.
     Unable,
@@ -68,7 +68,7 @@ pub enum Refused {
 #[derive(Debug)]
 pub struct Arena {
     memory: Reservation,
-    /// The number of bytes of a page of the host: 4, 16 or 64 KiB. The host's rights to memory are those of whole pages.
+    /// The size of the host's pages in bytes: 4, 16 or 64 KiB. Access rights apply to whole pages.
     page: usize,
     state: Mutex<State>,
     /// Whether the signal handlers know the addresses of the code.
@@ -77,23 +77,23 @@ pub struct Arena {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The free runs of pages below `fresh`, in ascending order. Between two free runs there are used pages.
+    /// The free runs of pages below `fresh`, in ascending order. No two of them are adjacent.
     free: Vec<Range<usize>>,
-    /// Runs of pages that are no longer used but are still executable.
+    /// Runs of pages that other threads have freed. They are still executable.
     returned: Vec<Range<usize>>,
-    /// The first page that was never used. The pages after it were never used either.
+    /// The first page that was never used. No page after it was used, either.
     fresh: usize,
 }
 
 impl Arena {
-    /// Reserves address space for `bytes` bytes of code, a multiple of the page size. Returns `None` if the host gives
-    /// none, or cannot make all threads see new code.
+    /// Reserves address space for `bytes` bytes of code, a multiple of the page size. Returns `None` if the host has no
+    /// such space, or cannot make all threads see new code.
     pub fn try_new(bytes: usize) -> Option<Arc<Self>> {
         if !arch::prepare() {
             return None;
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: the call makes a new mapping at an address that the host chooses.
+        // SAFETY: the call makes a new mapping at an address that the kernel chooses.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -130,8 +130,8 @@ impl Arena {
         }))
     }
 
-    /// Registers the code with the signal handlers: a guarded access that fails continues at `exit`. Call before a
-    /// thread executes the code.
+    /// Registers the code with the signal handlers: if a guarded access fails, the thread continues at `exit`. Call
+    /// before a thread executes the code.
     ///
     /// # Safety
     /// - At each guarded access the code may continue at `exit`, with the address of the access in the host's register
@@ -142,13 +142,14 @@ impl Arena {
             let start = self.memory.start as usize;
             let end = start + self.memory.bytes;
             // SAFETY: the table follows the code. It is readable as long as the arena exists, and each chunk keeps the
-            // arena alive. The rest is this function's `# Safety`.
+            // arena alive. The caller guarantees the other conditions.
             unsafe { slat_guard::set_generated(start..end, end, exit) };
         });
     }
 
-    /// Copies `code` into pages that no other code uses. The offset in the first page varies. Otherwise the first lines
-    /// of all functions would compete for a few cache sets. `guarded` gives the offsets of the guarded accesses.
+    /// Copies `code` into pages that no other code uses. `guarded` yields the offsets of the guarded accesses. The
+    /// code's offset in its first page varies: otherwise the first lines of all functions would compete for a few cache
+    /// sets.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -175,7 +176,7 @@ impl Arena {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
             }
-            // Each page has a whole number of bytes in the table, so no other code has bits in these bytes.
+            // No other code has bits in these bytes of the table, because the size of a page is a multiple of 8.
             let table = self.memory.start.add(self.memory.bytes);
             let first = chunk.pages.start * self.page;
             table.add(first / 8).write_bytes(0, len / 8);
@@ -193,7 +194,7 @@ impl Arena {
         Ok(chunk)
     }
 
-    /// Returns a run of `count` unused pages, which is then used.
+    /// Allocates a run of `count` pages. Returns `None` if there are not enough adjacent free pages.
     fn take(&self, count: usize) -> Option<Range<usize>> {
         let mut state = lock(&self.state);
         let State {
@@ -230,19 +231,19 @@ impl Arena {
     }
 }
 
-/// Pages with compiled code.
+/// Pages with the code of one function.
 #[derive(Debug)]
 pub struct Chunk {
     arena: Arc<Arena>,
     pages: Range<usize>,
-    /// The offset of the code in the pages.
+    /// The offset of the code in its pages.
     offset: usize,
     /// The number of bytes of the code.
     len: usize,
 }
 
 impl Chunk {
-    /// If an address is in the code, returns its offset.
+    /// Returns the offset of an address in the code, or `None` if the address is outside of the code.
     pub fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
         (offset < self.len).then_some(offset as u32)
@@ -282,7 +283,7 @@ mod tests {
         let code = arch::returning;
         for round in 0..3 * pages {
             let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
-            // SAFETY: the address is that of the function that was written just now.
+            // SAFETY: the address is that of a function that was written just now, and that returns a number.
             let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
             assert_eq!(function(), round as u32 & 0xff);
         }
@@ -292,7 +293,7 @@ mod tests {
         assert_eq!(many.len(), pages);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        // Free memory was returned in single pages. These pages must be merged into one run again.
+        // The pages were freed one by one; this code needs them merged into one run.
         assert!(arena.put(&[0xc3; BYTES], [].into_iter()).is_ok());
     }
 }

@@ -1,5 +1,5 @@
 //! Instructions that end the run because the caller must execute a part of them: hypercalls, and MSR accesses that the
-//! machine leaves to its caller. RIP stays at the instruction until the caller passes the result (`results`).
+//! machine leaves to its caller. RIP stays at the instruction until the caller passes the result (module `results`).
 
 use crate::Cpu;
 use crate::devices::{Question, QuestionKind};
@@ -8,13 +8,13 @@ use crate::machine::{Exit, MsrFault};
 use crate::op::Op;
 
 impl Cpu {
-    /// Ends the run, so that the caller carries out the hypercall `op`.
+    /// Ends the run at the hypercall `op`, which the caller carries out.
     pub(crate) fn ask_hypercall(&mut self, op: &Op) -> Break {
         self.ask(op, QuestionKind::Hypercall, Exit::Hypercall)
     }
 
-    /// Refuses RDMSR or, with a `value`, WRMSR: raises #GP(0). If the machine wants its caller to handle the access,
-    /// ends the run instead. If `why` is a retry, makes the instruction start again instead.
+    /// Refuses RDMSR or, with a `value`, WRMSR: raises #GP(0), or ends the run if the machine wants its caller to
+    /// handle the access. If `why` is [`MsrFault::Retry`], the instruction starts again instead.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,
@@ -35,7 +35,7 @@ impl Cpu {
         self.ask(op, kind, Exit::Msr { index, value, why })
     }
 
-    /// Ends the run with `exit`. The result that the caller passes later will finish `op`.
+    /// Ends the run with `exit`. Records `op`, so that the result that the caller passes later can finish it.
     fn ask(&mut self, op: &Op, kind: QuestionKind, exit: Exit) -> Break {
         self.devices.question = Some(Question {
             rip: self.rip_of(op),

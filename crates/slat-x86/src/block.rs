@@ -16,8 +16,8 @@ use std::ptr::NonNull;
 
 /// The greatest number of operations of a block.
 pub(crate) const MAX_OPS: usize = 48;
-/// A block that has this number of code bytes gets no further instruction. So the offsets of its instructions fit into
-/// a byte.
+/// A block with at least this number of code bytes gets no further instruction. So the offsets of its instructions fit
+/// into a byte.
 pub(crate) const MAX_BYTES: usize = 200;
 /// The greatest number of code bytes of a block. The block's last instruction starts before [`MAX_BYTES`].
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
@@ -33,19 +33,19 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// A block is rarely in the host's nearest data cache. So the block's first cache line has the fields that identify the
-/// block, and the second line has the fields that are needed to run it. While a block runs, the processor prefetches
-/// both lines of the next block.
+/// A block is rarely in the host's first-level data cache. So the block's first cache line has the fields that identify
+/// the block, and the second line has the fields that are needed to run it. While a block runs, the processor
+/// prefetches both lines of the next block.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
     /// The page of the block's first byte. `None`: the block is empty, or holds code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
-    /// The number of entries after which the block is warm: it has run often enough to be compiled.
+    /// The number of further entries until the block is warm: then it has run often enough to be compiled.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
-    /// The tier for which compilation was requested. `None`: compilation was not requested.
+    /// The tier for which compilation was requested. `None`: no compilation was requested.
     #[cfg(feature = "jit")]
     pub(crate) asked: Cell<Option<Tier>>,
     /// Whether the block's code crosses into a second page.
@@ -54,9 +54,9 @@ pub(crate) struct Block {
     split: u8,
     /// The number of instructions in `ops`.
     pub(crate) count: u8,
-    /// The decoded operations. Empty in a block without code.
+    /// The decoded operations: none in an empty block.
     pub(crate) ops: List<Op>,
-    /// The compiled region that this block is a part of, and where it is entered at this block.
+    /// The compiled region that contains this block, and the region's entry point at this block.
     #[cfg(feature = "jit")]
     pub(crate) entrance: Option<Entrance>,
     bytes: List<u8>,
@@ -92,22 +92,23 @@ impl Block {
         }
     }
 
-    /// Makes an empty block in `pool`, into which `max_ops` operations can be decoded.
+    /// Makes an empty block in `pool`, with space for `max_ops` operations.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     ///
     /// # Safety
-    /// - The block is used only as long as the pool's pieces are.
+    /// - The block is not used after the pool is cleared or dropped.
     pub(crate) unsafe fn with_room(
         pool: &mut Pool,
         max_ops: usize,
     ) -> Result<NonNull<Self>, OutOfMemory> {
-        // `max_ops` counts one operation for each instruction. The last instruction may need [`PER_INSTRUCTION`].
+        // `max_ops` counts one operation per instruction, but the last instruction may need [`PER_INSTRUCTION`]
+        // operations.
         let (ops, longest) = (max_ops - 1 + PER_INSTRUCTION, LONGEST.min(16 * max_ops));
         let mut block = Self::empty();
-        // SAFETY: the block, and with it the lists, is used only as long as the pool's pieces are, as this function's
-        // `# Safety` asks of its caller.
+        // SAFETY: the block, and with it the lists, is not used after the pool is cleared or dropped, as this
+        // function's `# Safety` asks of its caller.
         unsafe {
             block.ops.reserve(pool, ops)?;
             block.bytes.reserve(pool, longest)?;
@@ -121,14 +122,14 @@ impl Block {
     /// [`OutOfMemory`].
     ///
     /// # Safety
-    /// - The new block is used only as long as the pool's pieces are.
+    /// - The new block is not used after the pool is cleared or dropped.
     pub(crate) unsafe fn copied(
         from: &Block,
         pool: &mut Pool,
     ) -> Result<NonNull<Self>, OutOfMemory> {
         let mut new = pool.put(Self::empty())?;
-        // SAFETY: `new` was made just now. The block is used only as long as the pool's pieces are, as this function's
-        // `# Safety` asks of its caller.
+        // SAFETY: `new` was made just now. The block is not used after the pool is cleared or dropped, as this
+        // function's `# Safety` asks of its caller.
         unsafe { new.as_mut().copy(from, pool)? };
         Ok(new)
     }
@@ -139,10 +140,10 @@ impl Block {
     /// [`OutOfMemory`]: the block is unchanged.
     ///
     /// # Safety
-    /// - The block is used only as long as the pool's pieces are.
+    /// - The block is not used after the pool is cleared or dropped.
     pub(crate) unsafe fn copy(&mut self, from: &Block, pool: &mut Pool) -> Result<(), OutOfMemory> {
-        // SAFETY: the block, and with it the lists, is used only as long as the pool's pieces are, as this function's
-        // `# Safety` asks of its caller.
+        // SAFETY: the block, and with it the lists, is not used after the pool is cleared or dropped, as this
+        // function's `# Safety` asks of its caller.
         unsafe {
             self.ops.reserve(pool, from.ops.len())?;
             self.bytes.reserve(pool, from.bytes.len())?;
@@ -173,7 +174,7 @@ impl Block {
         self.heat.set(0);
     }
 
-    /// Resets the block's number of entries, and drops its compiled code and the block that followed it.
+    /// Makes the block cold: resets its counter of entries, and forgets its compiled code and its successor.
     pub(crate) fn cool(&mut self) {
         self.next.set(None);
         #[cfg(feature = "jit")]
@@ -193,8 +194,8 @@ impl Block {
         self.bytes.extend(bytes);
     }
 
-    /// Whether a CPU with this `stamp` may execute the block without reading memory, because memory is known to hold
-    /// the block's code. Always `false` for a block in two pages.
+    /// Whether a CPU whose clock has this `stamp` may execute the block without reading memory, because memory is known
+    /// to hold the block's code. Always `false` for a block in two pages.
     #[inline(always)]
     pub(crate) fn is_current(&self, stamp: u64) -> bool {
         let Some(Place { page, edition }) = self.first else {
@@ -206,7 +207,7 @@ impl Block {
         page.stamp == stamp && page.edition == edition && !self.crosses
     }
 
-    /// Makes `next` the block that [`next`](Self::next) returns. Call [`cool`](Self::cool) on this block
+    /// Records that `next` ran after this block, for [`next`](Self::next). Call [`cool`](Self::cool) on this block
     /// before `next` is freed.
     pub(crate) fn precede(&self, next: NonNull<Block>) {
         // SAFETY: `next` is a kept block that was not freed.
@@ -245,7 +246,7 @@ impl Block {
         self.bytes.len() as u64
     }
 
-    /// Returns the host page of the first byte.
+    /// Returns the address of the host page that contains the first byte.
     #[inline(always)]
     pub(crate) fn page(&self) -> usize {
         // SAFETY: the snapshots of a block live until all blocks are freed or emptied (`Snapshots::clear`).
@@ -255,7 +256,7 @@ impl Block {
         )
     }
 
-    /// Returns the bytes of `op`.
+    /// Returns the code bytes of `op`.
     pub(crate) fn op_bytes(&self, op: &Op) -> &[u8] {
         let at = usize::from(op.offset);
         self.bytes.get(at..at + usize::from(op.len)).unwrap_or(&[])
@@ -272,8 +273,7 @@ impl Block {
             .all(|(lin, code)| self.holds_beside(lin, code))
     }
 
-    /// Whether memory holds `code` at `lin`, in the page of this block. Call under the conditions of
-    /// [`holds`](Self::holds).
+    /// Like [`holds`](Self::holds), but checks that memory holds `code` at `lin`, which is in the page of this block.
     pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
         let Some(mut place) = self.first else {
             return false;

@@ -1,15 +1,15 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. A block runs without a comparison with memory as long as
-//! the copy of its page is known to equal memory (`snapshot`).
+//! A block is keyed by linear address, RIP and decoding mode. The CPU has a copy of each page of code (`snapshot`). As
+//! long as the copy is known to equal memory, the page's blocks run without being compared with memory.
 //!
 //! New code is decoded into a block that is reused, because much code is executed only once, and keeping a block costs
 //! more than decoding it. When code runs for the second time, its block is copied into a block that is kept. Only
 //! complete blocks are copied, so a fetch that fails half-way changes no kept block.
 //!
-//! Kept blocks and copies of pages are in a [`Pool`]. They never move. All are freed at once, while no block runs,
-//! before they would exceed [`CODE_BYTES`]. If there is no memory to keep a block, the block still runs, and its code
-//! is decoded again the next time.
+//! Kept blocks and copies of pages are allocated in a [`Pool`], and never move. Before they would exceed
+//! [`CODE_BYTES`], all are freed at once, while no block runs. If there is no memory to keep a block, the block still
+//! runs, and its code is decoded again the next time.
 
 use crate::block::{Block, MAX_OPS};
 use crate::hash::Seeded;
@@ -26,8 +26,8 @@ use std::ptr::NonNull;
 pub const CODE_BYTES: usize = 64 << 20;
 /// An upper bound of the bytes that one block and the copies of its code need.
 pub(crate) const RESERVE: usize = 64 << 10;
-/// The number of entries of the direct-mapped front table. A Linux guest soon keeps more blocks than a quarter of this,
-/// and a block that another one has replaced in the table costs several cache misses.
+/// The number of entries of the direct-mapped front table. A Linux guest soon keeps more blocks than a quarter of this
+/// number. If another block has replaced a block in the table, finding the block costs several cache misses.
 const FRONT: usize = 65536;
 /// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
@@ -52,8 +52,8 @@ impl Seen {
             self.lines.as_flattened_mut().fill(0);
             self.set = 0;
         }
-        // The multiplication spreads the bits of neighbouring code, and of code at the same offset of neighbouring
-        // pages.
+        // The multiplication gives different hashes to addresses that are close together, and to addresses at the same
+        // offset in neighbouring pages.
         let mut hash = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut take = |bits: u32| {
             hash = hash.rotate_left(bits);
@@ -101,14 +101,15 @@ where
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
-    /// A number that these blocks and the snapshots (copies of pages of code) to which they refer have in common.
+    /// A number that `Blocks` and the CPU's `Snapshots` (copies of pages of code) share if these blocks refer to those
+    /// copies.
     pub(crate) pair: u64,
     kept: HashMap<Key, NonNull<Block>, Seeded>,
-    /// The memory of the blocks in `kept`.
+    /// The memory of the blocks in `kept` is allocated here.
     pool: Pool,
-    /// The memory of `once` and `single`.
+    /// The memory of `once` and `single` is allocated here.
     _own: Pool,
-    /// The reused block for code that was not kept.
+    /// The block into which new code is decoded. It is reused for code that is not kept.
     pub(crate) once: NonNull<Block>,
     /// The block of a single-stepped instruction.
     pub(crate) single: NonNull<Block>,
@@ -150,16 +151,16 @@ impl Blocks {
         let _ = self.kept.try_reserve(1);
     }
 
-    /// Returns the block with this key if the block is current for a CPU with this `stamp`, and either is the block
-    /// that followed the last block before, or is in the front table.
+    /// Returns the block with this key if a CPU whose clock has this `stamp` may execute it without reading memory, and
+    /// the block is easy to find: it ran after the last block before, or it is in the front table.
     #[inline(always)]
     pub(crate) fn current(&mut self, key: &Key, stamp: u64) -> Option<NonNull<Block>> {
         // SAFETY: the last block is alive: all blocks are freed at once, while no block runs, and then `last` is
         // cleared.
         let last = self.last.map(|last| unsafe { last.as_ref() });
         let is_it = |found: NonNull<Block>| {
-            // SAFETY: `found` is in the front table, or has followed a block that is alive. In both cases `found` is
-            // alive.
+            // SAFETY: `found` is in the front table, or is the recorded successor of a block that is alive. In both
+            // cases `found` is alive.
             let block = unsafe { found.as_ref() };
             block.key == *key && block.is_current(stamp)
         };
@@ -194,12 +195,12 @@ impl Blocks {
         *self.tables.front.at(lin) = Some(kept);
     }
 
-    /// Records that code at `lin` runs. Returns whether it may have run lately.
+    /// Records that code at `lin` runs. Returns whether the code may have run recently.
     pub(crate) fn note(&mut self, lin: u64) -> bool {
         self.tables.seen.note(lin)
     }
 
-    /// Call with the block that begins to run.
+    /// Call when `block` begins to run.
     #[inline(always)]
     pub(crate) fn begin(&mut self, block: &Block) {
         self.last = Some(NonNull::from(block));
@@ -210,7 +211,7 @@ impl Blocks {
         self.kept.get(key).copied()
     }
 
-    /// Returns the instruction of compiled code whose guarded access is at the host address `address`.
+    /// Returns the instruction of compiled code whose guarded access is at host address `address`.
     #[cfg(feature = "jit")]
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         self.kept.values().find_map(|block| {
@@ -221,8 +222,8 @@ impl Blocks {
     }
 
     /// Attaches compiled code to the block with this key, if the block still exists and has no better code. The block
-    /// and the compiled code are compared with memory before they run next. Returns whether the block had other
-    /// compiled code. Call while no block is running.
+    /// and the compiled code will be compared with memory before they run. Returns whether the block had other compiled
+    /// code. Call while no block is running.
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
@@ -307,7 +308,7 @@ mod tests {
         let mut seen = Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // The filter is large enough for this number of addresses.
+        // The filter is cleared when a quarter of its bits are set, so not before it has this number of addresses.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

@@ -1,4 +1,4 @@
-//! Locked accesses that cross a cache line, for which a processor locks the bus (SDM volume 3, "Bus Locking").
+//! Locked accesses that cross a cache line: for these, a processor locks the bus (SDM volume 3, "Bus Locking").
 
 use crate::machine::{BusLocks, Exit};
 
@@ -8,7 +8,7 @@ pub(crate) struct BusLock {
     pub(crate) when: BusLocks,
     /// Whether the last instruction has locked the bus. If so, the run ends.
     locked: bool,
-    /// Whether the next bus lock is allowed, because the last run has ended before the same instruction.
+    /// Whether the next bus lock does not end the run, because the last run has ended before this instruction.
     passes: bool,
     /// RIP of the instruction before which the last run ended, because the instruction would lock the bus.
     rip: Option<u64>,
@@ -25,7 +25,7 @@ impl BusLock {
         if *exit == Exit::BusLock && self.when == BusLocks::ExitBefore {
             self.rip = Some(rip);
         } else if self.passes {
-            // The run ended before it reached the instruction, which may therefore still lock the bus.
+            // This run ended before it reached the instruction, so the next run may still lock the bus at it.
             self.rip = Some(began);
         }
     }
@@ -35,14 +35,14 @@ impl BusLock {
         self.when == BusLocks::ExitBefore && !self.passes
     }
 
-    /// Call after an instruction has locked the bus. Returns whether the run ends after it.
+    /// Call after an instruction has locked the bus. Returns whether this ends the run.
     pub(crate) fn note(&mut self) -> bool {
         self.passes = false;
         self.locked = self.when == BusLocks::ExitAfter;
         self.locked
     }
 
-    /// Whether a bus lock has to end the run.
+    /// Whether the run must end because of a bus lock.
     pub(crate) fn is_due(&self) -> bool {
         self.locked
     }

@@ -1,9 +1,9 @@
 //! The clock of a CPU: three numbers from which the CPU knows when it must check decoded code again.
 //!
-//! A check of memory before each block would cost more than the block. So each event that may make code stale advances
-//! a number of the clock, and each page of code keeps the numbers at which it was last checked. If the clock still has
-//! these numbers, no such event has happened since. The clock has three numbers, because different events require
-//! different checks. In the table, the most expensive check is first:
+//! Comparing a block with memory before each run would cost more than running it. So each event that may make decoded
+//! code stale advances a number of the clock, and each page of code records the clock's numbers when it was last
+//! checked. If the clock still has the recorded numbers, no such event has happened since. The clock has three numbers,
+//! because different events require different checks. In the table, the most expensive check is first:
 //!
 //! | number | advances when | check if the page's number is older |
 //! |---|---|---|
@@ -13,27 +13,27 @@
 //!
 //! Before each block, the run loop and compiled code read only the stamp. The stamp suffices, because it advances with
 //! the generation and with the epoch. So a page with the current stamp also has the current generation and epoch. A
-//! single number would cost too much. If the only number were the generation, each interrupt would make the CPU look up
-//! every page again, by a walk. If the only number were the epoch, each store to a page with code would make the CPU
-//! compare all other pages with memory.
+//! single number would cost too much. If there were only a generation, each interrupt would advance it, and the CPU
+//! would translate the address of every page again. If there were only an epoch, each store to a page with code would
+//! advance it, and the CPU would compare all other pages with memory.
 //!
 //! There is one epoch and one stamp for supervisor code, and another pair for user code. An IRET to user code advances
-//! only the user's pair ([`Clock::serialize_return`]). A page is looked up either for supervisor code or for user code,
-//! and the CPU runs one of the two at a time. A change of the CPL therefore exchanges the stamp ([`Clock::enter`]).
-//! There is one generation, because a flush affects all code. No 64-bit number wraps around within centuries.
+//! only the user's pair ([`Clock::serialize_return`]). A page of code belongs either to supervisor code or to user
+//! code. When the CPL changes between the two, [`Clock::enter`] selects the other stamp. There is only one generation,
+//! because a flush affects all code. No 64-bit number wraps around within centuries.
 //!
 //! Two more numbers, which are not part of the clock, identify the contents of a page. A page's *version*, which all
 //! CPUs share, rises with each store to the page (`code_pages`). A page's *edition*, which belongs to one CPU, changes
 //! whenever this CPU finds the page changed (`snapshot`).
 
-/// The numbers by which a CPU knows when decoded code must be checked again. They begin at 1, because a page of code
-/// that has the number 0 was never checked.
+/// Numbers that tell a CPU when decoded code must be checked again. They begin at 1: a page of code with the number 0
+/// was never checked.
 pub(crate) struct Clock {
     generation: u64,
     /// One epoch for supervisor code and one for user code.
     epochs: [u64; 2],
     stamps: [u64; 2],
-    /// The entry of `stamps` for the current CPL. Compiled code reads this copy.
+    /// The element of `stamps` for the current CPL, copied for compiled code to read.
     pub(crate) stamp: u64,
     is_user: bool,
 }
@@ -53,7 +53,7 @@ impl Clock {
         self.generation
     }
 
-    /// Returns the epoch of user code, or of supervisor code.
+    /// Returns the epoch of user code if `is_user`, else that of supervisor code.
     pub(crate) fn epoch(&self, is_user: bool) -> u64 {
         self.epochs[usize::from(is_user)]
     }
@@ -64,7 +64,7 @@ impl Clock {
         self.stamp = self.stamps[usize::from(is_user)];
     }
 
-    /// Call after dropping translations. Makes the CPU look all code up again.
+    /// Call after dropping translations. Makes the CPU translate the address of each page of code again.
     pub(crate) fn flush(&mut self) {
         self.generation += 1;
         self.change();
@@ -77,18 +77,18 @@ impl Clock {
         self.enter(self.is_user);
     }
 
-    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for interrupts
-    /// and far transfers, because guests use these to start code that a device has loaded. The next block sees all
-    /// earlier stores of the client and of devices to code.
+    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"). Also call for
+    /// interrupts and far transfers, because guests use these to start code that a device has loaded. The next block
+    /// sees all earlier stores of the client and of devices to code.
     pub(crate) fn serialize(&mut self) {
         self.epochs = self.epochs.map(|epoch| epoch + 1);
         self.change();
     }
 
-    /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises only user code. Each page fault
-    /// in user code ends with an IRET. If the IRET also serialised supervisor code, comparing that code again for the
-    /// next fault would cost more than the rest of the fault. Supervisor code sees a client's or a device's store after
-    /// the next event that serialises all code. Such events, interrupts for example, are frequent.
+    /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises only user code, because every
+    /// page fault in user code ends with one: if it also serialised supervisor code, comparing that code with memory
+    /// again for the next fault would cost more than the rest of the fault. Supervisor code sees a store by the client
+    /// or a device after the next event that serialises all code. Such events, interrupts for example, are frequent.
     pub(crate) fn serialize_return(&mut self) {
         if !self.is_user {
             return self.serialize();

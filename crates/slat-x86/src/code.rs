@@ -1,4 +1,4 @@
-//! A CPU's data about the guest's code, and about the code that the CPU executes now.
+//! What a CPU knows about the guest's code in general, and about the code that it executes now.
 
 use crate::clock::Clock;
 use crate::code_pages::{CodePages, Member};
@@ -10,12 +10,11 @@ use crate::sync::Arc;
 /// The value of [`Code::page`] that means "any page".
 pub(crate) const ANY_PAGE: usize = 1;
 
-/// A CPU's data about the guest's code.
+/// What a CPU knows about the guest's code.
 pub(crate) struct Code {
     /// The numbers that say when decoded code must be checked again.
     pub(crate) clock: Clock,
-    /// This CPU's membership in the group of CPUs that share memory: through this membership, the CPUs tell each other
-    /// of stores to code.
+    /// This CPU as a member of the group of CPUs that share memory. Members tell each other of stores to code.
     pub(crate) member: Member,
     pub(crate) snapshots: Snapshots,
     pub(crate) once: Once,
@@ -24,8 +23,8 @@ pub(crate) struct Code {
     pub(crate) page: usize,
     /// RIP at the start of the running block.
     pub(crate) rip: u64,
-    /// Whether an instruction was abandoned because its page walk has set a bit in a page that has decoded code. See
-    /// `Cpu::finish_fetched`.
+    /// Whether an instruction was abandoned because its page walk has set an accessed or dirty bit in a page that has
+    /// decoded code. See `Cpu::finish_fetched`.
     pub(crate) walk_changed: bool,
 }
 
@@ -46,8 +45,8 @@ impl Code {
         })
     }
 
-    /// Makes the CPU look a page up again before the page's code runs next. Returns whether compiled code of the page
-    /// may be among the CPU's targets.
+    /// Makes the CPU translate the page's address again before the page's code runs next. Returns whether compiled code
+    /// of the page may be among the CPU's targets.
     pub(crate) fn outdate_page(&mut self, lin: u64) -> bool {
         self.once.outdate();
         self.snapshots.outdate(lin)

@@ -1,4 +1,4 @@
-//! 64-bit Arm.
+//! The parts for hosts with 64-bit Arm processors.
 
 use crate::frame::{FAILED, Frame, LEAST_CODE};
 use cranelift_codegen::isa::CallConv;
@@ -7,11 +7,12 @@ use std::mem::offset_of;
 
 pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
 
-/// `membarrier`'s commands for instruction caches (linux/membarrier.h).
+/// Commands of the system call `membarrier` that make all threads synchronize their instruction streams
+/// (linux/membarrier.h).
 const SYNC_CORE: libc::c_int = 1 << 5;
 const REGISTER_SYNC_CORE: libc::c_int = 1 << 6;
 
-/// Returns the features that the host's processor has.
+/// Returns Cranelift's names for the features of the host's processor.
 pub(crate) fn features() -> impl Iterator<Item = &'static str> {
     std::arch::is_aarch64_feature_detected!("lse")
         .then_some("has_lse")
@@ -21,7 +22,7 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
 /// See [`crate::HELPERS`].
 pub(crate) const HELPERS: CallConv = CallConv::SystemV;
 
-/// Makes an item or a type that begins with `fn` one with the convention [`HELPERS`](crate::HELPERS).
+/// Gives a function, or a type that begins with `fn`, the calling convention [`HELPERS`](crate::HELPERS).
 #[macro_export]
 macro_rules! helper {
     ($(#[$attribute:meta])* fn $($rest:tt)*) => {
@@ -37,10 +38,11 @@ pub(crate) fn has_fused_multiply_add() -> bool {
 /// FPSR's flag of an inexact result.
 const INEXACT: u64 = 1 << 4;
 
-/// Loads FPCR, the lower half, and FPSR, the upper half. Returns their old values.
+/// Loads FPCR from the lower half of `new`, and FPSR from the upper half. Returns their old values in the same form.
 fn exchange_float_registers(new: u64) -> u64 {
     let (control, status): (u64, u64);
-    // SAFETY: programs may write these registers. The callers load their reset values, or values that they have had.
+    // SAFETY: programs may write these registers. The callers load the registers' reset values, or earlier values of
+    // theirs.
     unsafe {
         asm!("mrs {control}, fpcr", "mrs {status}, fpsr", "msr fpcr, {new_control}", "msr fpsr, {new_status}",
             control = out(reg) control, status = out(reg) status,
@@ -61,18 +63,18 @@ pub(crate) fn end_floats(before: u64) -> bool {
 }
 
 fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: the call has no pointers, and no effect but the barrier.
+    // SAFETY: no pointer is passed, and the call's only effect is the barrier.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Makes later calls of [`publish`] possible. Returns `false` if the host's kernel has no such barrier.
+/// Registers the process for the barrier of [`publish`]. Returns `false` if the host's kernel has no such barrier.
 pub(crate) fn prepare() -> bool {
     membarrier(REGISTER_SYNC_CORE)
 }
 
-/// Makes all threads see new code: cleans the data caches and drops the instruction caches (DDI 0487, B2.2.5). Each
-/// thread must also synchronize its context, because it may have fetched the old bytes early. Returns `false` if the
-/// kernel has refused to make them do this: a seccomp filter may forbid `membarrier` after [`prepare`].
+/// Makes all threads see new code: cleans the data caches and invalidates the instruction caches (DDI 0487, B2.2.5).
+/// Each thread must also execute a context synchronization event, because it may have fetched the old bytes already.
+/// Returns `false` if the kernel refuses the `membarrier` for that: a seccomp filter may forbid it after [`prepare`].
 pub(crate) fn publish(start: *const u8, bytes: usize) -> bool {
     let sizes: u64;
     // SAFETY: Linux lets programs read this register.
@@ -81,22 +83,22 @@ pub(crate) fn publish(start: *const u8, bytes: usize) -> bool {
     let first = start as usize;
     let lines = |size: usize| (first & !(size - 1)..first + bytes).step_by(size);
     for line in lines(data) {
-        // SAFETY: the address is in a mapping of the caller's. The caches change, but no memory does.
+        // SAFETY: the address is in a mapping of the caller's. The instruction changes caches, but no memory.
         unsafe { asm!("dc cvau, {}", in(reg) line, options(nostack)) };
     }
-    // SAFETY: a barrier.
+    // SAFETY: the instruction is a barrier.
     unsafe { asm!("dsb ish", options(nostack)) };
     for line in lines(code) {
-        // SAFETY: as above.
+        // SAFETY: as for `dc cvau`.
         unsafe { asm!("ic ivau, {}", in(reg) line, options(nostack)) };
     }
-    // SAFETY: barriers.
+    // SAFETY: both instructions are barriers.
     unsafe { asm!("dsb ish", "isb", options(nostack)) };
     membarrier(SYNC_CORE)
 }
 
-/// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and
-/// returns.
+/// The end of [`enter`]: restores the registers that `enter` has saved, and returns. The stack pointer must have its
+/// value from the beginning of `enter`.
 macro_rules! leave {
     () => {
         concat!(
@@ -146,8 +148,8 @@ pub(crate) unsafe extern "C" fn enter(frame: *mut Frame, code: *const u8) -> u64
     )
 }
 
-/// A guarded access of compiled code continues here if it has failed: returns from `enter`. The address of the access
-/// is in X0.
+/// Ends compiled code whose guarded access has failed: returns from `enter`. The signal handler continues here, with
+/// the address of the access instruction in X0.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn failed_access() {
     naked_asm!(
@@ -165,7 +167,7 @@ pub(crate) unsafe extern "C" fn failed_access() {
 /// Returns the code of a function that returns `n`.
 #[cfg(test)]
 pub(crate) fn returning(n: u8) -> Vec<u8> {
-    // MOV W0, #N; RET.
+    // The words are MOV W0, #N and RET.
     let words = [0x5280_0000 | u32::from(n) << 5, 0xd65f_03c0];
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }

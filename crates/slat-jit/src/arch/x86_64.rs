@@ -1,4 +1,4 @@
-//! x86-64.
+//! The parts for hosts with x86-64 processors.
 
 use crate::frame::{FAILED, Frame, LEAST_CODE};
 use cranelift_codegen::isa::CallConv;
@@ -7,7 +7,7 @@ use std::mem::offset_of;
 
 pub(crate) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Returns the features that the host's processor has.
+/// Returns Cranelift's names for the features of the host's processor.
 pub(crate) fn features() -> impl Iterator<Item = &'static str> {
     let all = [
         ("has_sse3", is_x86_feature_detected!("sse3")),
@@ -28,7 +28,7 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
 /// See [`crate::HELPERS`].
 pub(crate) const HELPERS: CallConv = CallConv::WindowsFastcall;
 
-/// Makes an item or a type that begins with `fn` one with the convention [`HELPERS`](crate::HELPERS).
+/// Gives a function, or a type that begins with `fn`, the calling convention [`HELPERS`](crate::HELPERS).
 #[macro_export]
 macro_rules! helper {
     ($(#[$attribute:meta])* fn $($rest:tt)*) => {
@@ -41,7 +41,8 @@ pub(crate) fn has_fused_multiply_add() -> bool {
     is_x86_feature_detected!("fma")
 }
 
-/// MXCSR that masks all exceptions, rounds to nearest, and flushes nothing. Its flags are clear.
+/// A value of MXCSR: all exceptions are masked, results are rounded to nearest, denormals are not flushed, and all
+/// flags are clear.
 const DEFAULT: u32 = 0x1f80;
 /// MXCSR's flag of an inexact result.
 const INEXACT: u32 = 1 << 5;
@@ -49,8 +50,8 @@ const INEXACT: u32 = 1 << 5;
 /// Loads MXCSR. Returns its old value.
 fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
-    // SAFETY: both operands are local variables. The callers load values that a processor can have: the default, and
-    // one that MXCSR has had.
+    // SAFETY: both operands are local variables. The callers load valid values: the default, or an earlier value of
+    // MXCSR.
     unsafe {
         asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
             options(nostack, preserves_flags))
@@ -68,18 +69,18 @@ pub(crate) fn end_floats(before: u64) -> bool {
     exchange_mxcsr(before as u32) & INEXACT != 0
 }
 
-/// Makes later calls of [`publish`] possible. The host's instruction cache needs nothing.
+/// Prepares for [`publish`]: on x86-64 there is nothing to do.
 pub(crate) fn prepare() -> bool {
     true
 }
 
-/// Makes all threads see new code. The host's instruction cache sees all stores.
+/// Makes all threads see new code. On x86-64 there is nothing to do, because the instruction cache sees all stores.
 pub(crate) fn publish(_start: *const u8, _bytes: usize) -> bool {
     true
 }
 
-/// The end of [`enter`], with the stack pointer of its beginning: restores the registers that `enter` has saved, and
-/// returns.
+/// The end of [`enter`]: restores the registers that `enter` has saved, and returns. The stack pointer must have its
+/// value from the beginning of `enter`.
 macro_rules! leave {
     () => {
         concat!(
@@ -122,8 +123,8 @@ pub(crate) unsafe extern "C" fn enter(frame: *mut Frame, code: *const u8) -> u64
     )
 }
 
-/// A guarded access of compiled code continues here if it has failed: returns from `enter`. The address of the access
-/// is in RAX.
+/// Ends compiled code whose guarded access has failed: returns from `enter`. The signal handler continues here, with
+/// the address of the access instruction in RAX.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn failed_access() {
     naked_asm!(
@@ -140,6 +141,6 @@ pub(crate) unsafe extern "C" fn failed_access() {
 /// Returns the code of a function that returns `n`.
 #[cfg(test)]
 pub(crate) fn returning(n: u8) -> Vec<u8> {
-    // mov eax,N; ret
+    // The instructions are `mov eax,N` and `ret`.
     [0xb8, n, 0, 0, 0, 0xc3].to_vec()
 }
