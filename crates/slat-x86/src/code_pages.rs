@@ -1,5 +1,5 @@
-//! The host pages that hold decoded code, and when they changed. From this table a CPU learns, without a comparison,
-//! that its decoded code still equals memory.
+//! A table of the host pages that hold decoded code, and of when they changed. From this table a CPU learns, without
+//! comparing code with memory, that its decoded code still equals memory.
 //!
 //! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only increases, and a slot for each
 //! host page. A slot is 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before
@@ -8,26 +8,28 @@
 //! - **Stores by CPUs.** A store to a marked page never uses the TLB's fast path (see `tlb`). The slow path gives the
 //!   slot a new version after the store ([`Member::stored`]). A CPU that marks a page drops its own TLB entry for
 //!   writes to the page, and tells the other CPUs by their attention words ([`CodePages::CHANGED`]). At its next block
-//!   boundary each other CPU drops its entries for writes to marked pages, and only then *heeds* the version: it stores
-//!   that it has acted on the version. (At block boundaries, compiled code also forgets its last access.) Until all
-//!   running CPUs have heeded the version, the page is not *trusted*: its code is compared with memory at every entry.
+//!   boundary each other CPU drops its entries for writes to marked pages, and only then *heeds* the version: it
+//!   records in its seat that it has acted on the version. (Compiled code remembers the page of its last access, but
+//!   only until the next block boundary.) Until all running CPUs have heeded the version, the page is not *trusted*:
+//!   its code is compared with memory at every entry.
 //! - **Levels of the TLB.** Only the first level lets a store pass without a check. The first level has translations of
-//!   the current address space and global translations, and `look_at_writes` visits all of them. The second level keeps
-//!   the right to write for all address spaces, but no guest access uses it directly. When an entry is copied from the
-//!   second level to the first, the page's slot is read, as after a walk of the guest's tables, and the store that
-//!   missed is noted. So a mark need not drop any entry of the second level.
+//!   the current address space and global translations, and `look_at_writes` visits all of them. The second level has
+//!   translations of all address spaces, with the right to write, but no guest access uses it directly. When a store
+//!   misses the first level, and an entry is copied there from the second level, the CPU reads the page's slot and
+//!   records the store, as after a walk of the guest's tables. So a CPU that marks a page need not drop entries of the
+//!   second level.
 //! - **Trust.** A CPU first reads the slot and finds the page trusted, then compares the code with memory. From then on
-//!   the code equals memory as long as the slot does not change, for two reasons. If a store passed without a check,
-//!   its CPU made the store before it heeded the mark. The comparison sees that store, because heeding is a release and
-//!   reading the heeded version is an acquire. Every other store that the comparison missed changes the slot
-//!   afterwards.
+//!   the code equals memory as long as the slot does not change, for two reasons. First, if a store passed without a
+//!   check, its CPU made the store before it heeded the mark. The comparison sees that store, because heeding is a
+//!   release and reading the heeded version is an acquire. Second, every other store that the comparison did not see
+//!   changes the slot afterwards.
 //! - **When a change is seen.** A CPU that changes the version sets a bit in the attention words of all other running
 //!   CPUs, which read these words at each block boundary anyway. So a CPU sees another CPU's store before its next
 //!   block. A CPU's own store ends its running block (`Cpu::note_store`). A CPU clears the bit before it reads the
-//!   version: a change in between sets the bit again.
-//! - **Stores by the client or a device** are not known here. Code is compared with memory again when a run begins, and
-//!   after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a comparison of
-//!   user code alone (`Clock::serialize_return`).
+//!   version, so a change after that sets the bit again.
+//! - **Stores by the client or a device** are not recorded in this table. So code is compared with memory again when a
+//!   run begins, and after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a
+//!   comparison of user code alone (`Clock::serialize_return`).
 //! - **Pages that no longer hold code.** After [`STRIKES`] stores without a comparison in between, a page's mark is
 //!   removed. Otherwise stores to the page would stay slow forever.
 //!
@@ -73,7 +75,7 @@ mod slots {
             Pages::zeroed().map(Slots)
         }
 
-        /// Returns the slot (the version of its code) of the page of a host address.
+        /// Returns the slot of the page that contains a host address.
         #[inline(always)]
         pub(super) fn at(&self, host: usize) -> &AtomicU64 {
             &self.0.0[host >> 12 & (SLOTS - 1)]
@@ -109,12 +111,12 @@ pub struct CodePages {
     seats: Mutex<Vec<SeatOf>>,
 }
 
-/// A CPU as the other CPUs see it: the data of a [`Member`] that they read.
+/// What the other CPUs can read of a [`Member`].
 struct Seat {
-    /// The version that the CPU has heeded: it sees no older code.
+    /// The version that the CPU has heeded: the CPU does not use older code.
     heeded: AtomicU64,
-    /// The attention word of the CPU's run; null if the CPU does not run. The word is alive until [`Member::leave`] has
-    /// cleared this pointer.
+    /// The attention word of the CPU's current run; null if the CPU does not run. The word is alive until
+    /// [`Member::leave`] has cleared this pointer.
     attention: AtomicPtr<AtomicU32>,
 }
 
@@ -147,15 +149,15 @@ impl CodePages {
         }))
     }
 
-    /// Call after a store to the page of `host` that was made for a CPU, but not by one of its instructions. All CPUs
-    /// see the store before their next block. Returns whether the page may hold decoded code, possibly of the running
-    /// block.
+    /// Call after a store to the page of `host` on behalf of a CPU that was not made by one of its instructions. All
+    /// CPUs see the store before their next block. Returns whether the page may hold decoded code, possibly of the
+    /// running block.
     pub fn stored(&self, host: *const u8) -> bool {
         self.note_store(host as usize, ptr::null()).is_some()
     }
 
-    /// Records a store to the page of `host` by the CPU with the seat `own`: gives the page a new version, or removes
-    /// its mark. Returns the new version; `None` if the page was not marked.
+    /// Records a store to the page of `host` by the CPU with the seat `own`. If the page is marked, gives it a new
+    /// version, or removes its mark, and returns the new version. Returns `None` if the page is not marked.
     fn note_store(&self, host: usize, own: *const Seat) -> Option<u64> {
         if self.slots.at(host).load(Acquire) == 0 {
             return None;
@@ -176,14 +178,14 @@ impl CodePages {
         }
     }
 
-    /// Returns the version of the page of `host`: 0 if it is not marked.
+    /// Returns the version in the slot of the page of `host`. 0: the page is not marked.
     #[inline(always)]
     pub(crate) fn version_of(&self, host: usize) -> u64 {
         self.slots.at(host).load(Acquire) >> STRIKE_BITS
     }
 }
 
-/// The lock that allows its holder to change slots, the version, and the seats' attention words.
+/// A guard of the lock under which slots, the version, and the seats' attention words change.
 struct Change<'a> {
     pages: &'a CodePages,
     seats: MutexGuard<'a, Vec<SeatOf>>,
@@ -195,14 +197,14 @@ impl Change<'_> {
         self.seats.iter().filter_map(|seat| {
             // SAFETY: a member removes its seat from the list before it frees the seat, and the list is locked here.
             let seat = unsafe { seat.0.as_ref() };
-            // SAFETY: the word is alive while the seat refers to it, and the seat cannot change under the lock.
+            // SAFETY: the word is alive while the seat refers to it, and the seat cannot change while the lock is held.
             let attention = unsafe { seat.attention.load(Relaxed).as_ref() };
             Some((seat, attention?))
         })
     }
 
-    /// Increases the version. Sets the slot of `host`: to the new version with `strikes` if `marked`, otherwise to 0.
-    /// Tells all running CPUs except the one with the seat `own`. Returns the version.
+    /// Increases the version, and sets the slot of `host`: to the new version with `strikes` if `marked`, else to 0.
+    /// Sets [`CodePages::CHANGED`] for all running CPUs except the one with the seat `own`. Returns the new version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {
@@ -230,7 +232,7 @@ impl Change<'_> {
 pub(crate) struct Member {
     pages: Arc<CodePages>,
     seat: Box<Seat>,
-    /// A version that all running CPUs have heeded.
+    /// A version that all running CPUs have heeded. Kept to avoid the lock.
     heeded_by_all: u64,
 }
 
@@ -260,9 +262,9 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. From now on, other CPUs report changes in `attention`. If they mark a page, they
-    /// do not trust it until this CPU has heeded the mark. If the CPU has missed changes, the bit in `attention` is set
-    /// at once.
+    /// Call before the CPU executes. From now on, other CPUs report changes by a bit in `attention`. If they mark a
+    /// page, they do not trust it until this CPU has heeded the mark. If there were changes while the CPU did not run,
+    /// sets the bit at once.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.
@@ -275,7 +277,7 @@ impl Member {
         }
     }
 
-    /// Call after the CPU has executed. Also clears the bit in the attention word.
+    /// Call after the CPU has executed. Other CPUs use its attention word no more. Clears the bit in the word.
     pub(crate) fn leave(&mut self) {
         let _change = self.pages.lock();
         let word = self.seat.attention.swap(ptr::null_mut(), Relaxed);
@@ -285,28 +287,28 @@ impl Member {
         }
     }
 
-    /// Heeds the current version, because `attention` has asked for it. `drop_writes` must drop the TLB's entries for
-    /// writes to marked pages.
+    /// Heeds the current version. Call when the bit in `attention` is set. `drop_writes` must drop the TLB's entries
+    /// for writes to marked pages.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
-        // If the version changes after this, the bit is set again.
+        // Clear the bit before reading the version: a later change sets the bit again.
         attention.fetch_and(!CodePages::CHANGED, Acquire);
         let version = self.pages.version.load(Acquire);
         drop_writes(&self.pages);
         self.seat.heeded.store(version, Release);
     }
 
-    /// Call after this CPU has changed the version, if this CPU has nothing to drop for the change. If other CPUs have
-    /// changed the version, too, does nothing: they have set the bit in this CPU's attention word, so
-    /// [`heed`](Self::heed) follows.
+    /// Heeds `version`, which this CPU's own change has made, and for which this CPU has nothing to drop. Does nothing
+    /// if other CPUs have changed the version, too: they have set the bit in this CPU's attention word, so
+    /// [`heed`](Self::heed) will be called.
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);
         }
     }
 
-    /// Marks the page of `host` if it is not marked, and calls `drop_writes`, which must drop the TLB's entry for
-    /// writes to the page. Returns the page's version if the page is trusted. Code that is compared with memory after
-    /// this equals memory as long as the page has this version.
+    /// Marks the page of `host` if it is not marked, and then calls `drop_writes`, which must drop the TLB's entry for
+    /// writes to the page. Returns the page's version if the page is trusted: if its code is compared with memory after
+    /// this call and is equal, it stays equal as long as the page has this version.
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
@@ -331,7 +333,7 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked. If so, this CPU's
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked. If it was, this CPU's
     /// decoded code of the page may be stale.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
         let version = self.pages.note_store(host, &raw const *self.seat);
@@ -358,8 +360,8 @@ mod loom_tests {
     const PAGE: usize = 0x1000;
     const OTHER_PAGE: usize = 0x2000;
 
-    /// A CPU that stores to `PAGE`. If `without_look`, the CPU's TLB has an entry for writes to the page, so stores
-    /// take the fast path. Otherwise stores need a check.
+    /// A CPU that stores to `PAGE`. If `without_look`, the CPU's TLB has an entry for writes to the page, so its stores
+    /// do not check the slot.
     struct Storer {
         member: Member,
         attention: Box<AtomicU32>,
@@ -397,13 +399,14 @@ mod loom_tests {
         fn store(&mut self, byte: &AtomicU64, value: u64, marks: bool) {
             self.boundary();
             if marks {
-                // Changes the version by marking another page. Other CPUs may have changed the version before.
+                // Change the version by marking another page. Other CPUs may have changed the version since the
+                // boundary.
                 self.member.mark(OTHER_PAGE, || {});
             }
             byte.store(value, Relaxed);
             if !self.without_look {
-                // The store behaves like a TLB miss: if the page had a mark before the store, the new entry needs a
-                // check.
+                // This store missed the TLB. The new entry allows stores without a check only if the page had no mark
+                // before the store.
                 self.without_look = !self.member.stored(PAGE);
             }
         }
@@ -437,7 +440,7 @@ mod loom_tests {
             assert_eq!(self.attention.load(Relaxed), 0);
         }
 
-        /// Enters the block, after checking its code if that is necessary.
+        /// Enters a block with the byte. If its page has changed, decodes the byte again.
         fn execute(&mut self, byte: &AtomicU64) {
             if self.attention.load(Acquire) != 0 {
                 self.member.heed(&self.attention, |_| {});
@@ -456,7 +459,8 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// Checks that the executor sees the last store at its next entry, after all CPUs have stopped.
+    /// Storers and an executor run. After the storers have stopped, checks that the executor's next entry sees the last
+    /// store.
     fn sees_the_last_store(storers: usize, without_look: bool, runs: usize, marks: bool) {
         bounded(move || {
             let pages = CodePages::try_new().unwrap();
@@ -515,7 +519,8 @@ mod loom_tests {
         sees_the_last_store(1, true, 1, true);
     }
 
-    /// Runs `before` on two running CPUs. Then one CPU runs `storing` while the other one executes.
+    /// Two CPUs run: calls `before`, then one CPU runs `storing` while the other CPU executes. Checks that the second
+    /// CPU sees the store afterwards.
     fn sees_the_store_of_a_cpu_that_runs(
         before: impl Fn(&mut Executor, &AtomicU64) + Sync + Send + 'static,
         storing: fn(&mut Storer, &AtomicU64),

@@ -7,7 +7,7 @@ use crate::tlb::Entry;
 use std::ptr;
 use std::sync::atomic::AtomicU32;
 
-/// The number of sets in [`Targets`]. The next constant is the shift that turns a set's index into its offset in bytes.
+/// The number of sets in [`Targets`]. The next constant is the logarithm of a set's size in bytes.
 pub(crate) const SETS: usize = 4096;
 pub(crate) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
 pub(crate) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
@@ -17,23 +17,23 @@ pub(crate) fn set_of(rip: u64) -> usize {
     (rip ^ rip >> 12) as usize & (SETS - 1)
 }
 
-/// An address of compiled code that can be entered. A target is small, because most targets are in the host's slower
-/// caches.
+/// Compiled code that can be entered for a guest address. A target is small, because most targets are in the host's
+/// slower caches.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(crate) struct Target {
-    /// The address of the guest's code.
+    /// The guest's address of the code.
     pub(crate) rip: u64,
-    /// The snapshot of the code's page. If its stamp is not the CPU's, the page is checked first. The snapshot is alive
-    /// as long as `edition` is the CPU's.
+    /// The snapshot of the code's page. If its stamp is not the CPU's, the page must be checked before the code is
+    /// entered. The snapshot is alive as long as `edition` equals the CPU's.
     pub(crate) page: *const Snapshot,
     pub(crate) code: *const u8,
     /// The value of [`Compiled::edition`] when the target was stored. 0: no target.
     pub(crate) edition: u32,
 }
 
-/// The addresses of compiled code at which one region continues directly in another. A set is a cache line with two
-/// targets, the newer target first. Every target is compiled code that a block still has: see
+/// A table of compiled code in which a region looks for its successor, to continue there directly. A set is a cache
+/// line with two targets, the newer one first. Every valid target is compiled code that a block still has: see
 /// [`Compiled::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets(pub(crate) [[Target; 2]; SETS]);
@@ -47,25 +47,25 @@ unsafe impl Zeroed for Targets {}
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped: a [`Step`](crate::region::Step).
     pub(crate) step: *const (),
-    /// The reason why an instruction ended.
+    /// Why the last instruction ended.
     pub(crate) why: Break,
     /// The RIP set by an instruction that ended with [`Break::Jump`].
     pub(crate) rip: u64,
-    /// The current edition: targets with another edition are invalid. The lowest byte is the CPU's mode, so targets for
-    /// other modes are invalid, too. See `tell_targets_apart`.
+    /// Only targets with this edition are valid. The lowest byte is the CPU's mode, so targets for other modes are
+    /// invalid, too. See `tell_targets_apart`.
     pub(crate) edition: u32,
-    /// The set in which the last region's successor was looked up and not found. The pointer is to a target of the set.
-    /// The new target will be stored in that set. Null: there is no such set.
+    /// The set in which the last region looked for its successor without finding it: the successor's target is to be
+    /// stored in this set. Null: the last region did not look for one.
     pub(crate) wanted: *const Target,
-    /// The guest address at which a region was entered, if `attention` interrupted the run in that region.
+    /// The guest address at which the last region was entered, if `attention` ended the run in that region.
     pub(crate) ran: u64,
     /// Not 0 if the host's MXCSR contains the guest's value (`float`).
     pub(crate) floats: u32,
-    /// The host's own value of MXCSR, while the host's MXCSR contains the guest's.
+    /// The host's own MXCSR, while MXCSR contains the guest's value.
     pub(crate) host_mxcsr: u32,
     /// A copy of the bytes of a load that crosses into another page.
     pub(crate) copy: [u8; 32],
-    /// Receives floating-point results that nothing uses. This field is only written.
+    /// Compiled code stores floating-point results here if nothing uses them. Nothing reads this field.
     pub(crate) unused: [u8; 16],
     /// The number of instructions that compiled code has executed so far, including those of this run.
     pub(crate) instructions: u64,
@@ -101,12 +101,13 @@ impl Compiled {
         self.attention = attention;
     }
 
-    /// Forgets all targets. Call in three cases: a block may lose its compiled code; a snapshot begins a new edition;
-    /// code may have become stale although the stamp has not changed.
+    /// Makes all targets invalid. Call in three cases: a block may lose its compiled code; a snapshot begins a new
+    /// edition; code may have become stale although the stamp has not changed.
     pub(crate) fn forget_targets(&mut self, targets: &mut Targets) {
         self.edition = self.edition.wrapping_add(1 << 8);
         if self.edition >> 8 == 0 {
-            // The edition has wrapped around, so all targets are cleared: an old target must not match a reused number.
+            // The edition has wrapped around: clear all targets, because a very old target could have the same edition
+            // again.
             for target in targets.0.as_flattened_mut() {
                 target.edition = 0;
             }

@@ -1,8 +1,8 @@
-//! Completion: finishes the last instruction of an ended run, before anything else is executed.
+//! Completion: finishes the last instruction of a run that has ended, before anything else is executed.
 //!
-//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. But
-//! registers do not hold the pending work of an unfinished instruction: data that a device has returned, writes that no
-//! device has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] moves all pending work into
+//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. But the
+//! registers do not contain the pending work of an unfinished instruction: data that a device has returned, writes that
+//! no device has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] moves all pending work into
 //! [`State`](crate::State) or to the caller, and executes no other instruction (KVM's API, `immediate_exit`).
 //! `attention` and events are handled afterwards.
 //!
@@ -37,7 +37,7 @@ impl Executor {
         })
     }
 
-    /// Does the work of [`complete`](Self::complete). Call in a run that has heeded changes of code.
+    /// Does the work of [`complete`](Self::complete). Call in a run that has acted on changes of code (`Member::heed`).
     pub(crate) fn finish(&mut self, attention: &AtomicU32) -> Option<Exit> {
         loop {
             if let Some(write) = self.next_mmio_write() {
@@ -56,8 +56,7 @@ impl Executor {
                 };
                 (exit, self.has_input())
             } else if self.svm.is_exit_due() {
-                // This #VMEXIT comes after the instruction, but its cause is an INIT or a shutdown, not the
-                // instruction.
+                // The #VMEXIT of an INIT or a shutdown that came after the instruction waits for memory.
                 (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
@@ -71,8 +70,9 @@ impl Executor {
         }
     }
 
-    /// Call when the data of a string input could not be stored. An exception, or a #VMEXIT, drops the rest of the
-    /// data.
+    /// Call when the data of a string input could not be stored. Drops the rest of the data if this raises an exception
+    /// or a
+    /// #VMEXIT.
     fn input_failed(&mut self, why: Break) -> Option<Exit> {
         if !matches!(why, Break::Retry | Break::Exit) {
             self.devices.port = None;
@@ -80,7 +80,7 @@ impl Executor {
         self.fetch_failed(why)
     }
 
-    /// Executes again the instruction for whose reads the caller has provided data.
+    /// Executes the instruction again whose reads the caller has provided data for.
     fn finish_read(&mut self) -> Option<Exit> {
         let reader = self.reader?;
         self.step(reader.rip, |executor| {
@@ -95,7 +95,7 @@ impl Executor {
         })
     }
 
-    /// Call when `op`, whose bytes are `code`, was executed outside its block. Counts `op` if it is done, and does the
+    /// Call after `op`, whose bytes are `code`, was executed outside its block. Counts `op` if it is done, and does the
     /// work that follows every instruction. The caller has set `block_rip`.
     pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         use Break::*;
@@ -105,12 +105,12 @@ impl Executor {
         self.after_break(op, code, why)
     }
 
-    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read. Keeps `op` for
+    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read. Records `op` for
     /// [`finish_read`](Self::finish_read).
     pub(crate) fn keep_reader(&mut self, op: &Op, code: &[u8]) {
         let op = match op.count {
-            // The first of the two fused instructions makes the read. The second instruction is decoded again and
-            // executed on its own.
+            // Of two fused instructions, the first makes the read. The second is decoded again later, and executed on
+            // its own.
             2 => self.first_of_fused(op, code),
             _ => *op,
         };
@@ -124,13 +124,13 @@ impl Executor {
         });
     }
 
-    /// Call when the instruction is done, or has ended in an exception. Drops the data of the instruction's reads.
+    /// Drops the data of an instruction's reads. Call when the instruction is done, or has ended in an exception.
     pub(crate) fn drop_answers(&mut self) {
         self.cpu.clear_answers();
         self.reader = None;
     }
 
-    /// Drops an access of an earlier run if the caller did not complete it. Its instruction then makes the access
+    /// Drops an access of an earlier run if the caller did not complete it, so that its instruction makes the access
     /// again. Also drops an access whose instruction is no longer at RIP.
     pub(crate) fn forget_question(&mut self) {
         let rip = self.state.rip;

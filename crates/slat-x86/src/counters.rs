@@ -1,17 +1,17 @@
 //! Counters of a CPU's own work.
 
-/// Defines the counters, in the order in which they are shown.
+/// Defines the counters, in the order in which they are printed.
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// Counts of a CPU's work since it was made, for statistics and measurements. The guest depends on one counter
-        /// only: the PAUSE filter uses the number of instructions as a number of cycles.
+        /// Counts of a CPU's work since it was made, for statistics and measurements. Only one counter affects the
+        /// guest: the PAUSE filter counts instructions as cycles.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+
         }
 
         impl Counters {
-            /// The names, in the order of [`to_array`](Self::to_array).
+            /// The names of the counters, in the order of [`to_array`](Self::to_array).
             pub const NAMES: [&'static str; Self::COUNT] = [$(stringify!($name)),+];
             /// The number of counters.
             pub const COUNT: usize = [$(stringify!($name)),+].len();
@@ -31,11 +31,11 @@ counters! {
     instructions_compiled,
     /// Regions of compiled code that the CPU has received.
     regions,
-    /// Regions whose code was compiled for another CPU, for another address, or earlier: a part of `regions`.
+    /// Regions that were compiled earlier, or for another CPU or another address: a part of `regions`.
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
-    /// Blocks that were not found in the first table: a part of `blocks`. Reasons are a flush, a store to code, a
+    /// Blocks that were not found in the front table: a part of `blocks`. The reason is a flush, a store to code, a
     /// serialising event, or that the block runs rarely.
     blocks_looked_up,
     /// Blocks decoded: a part of `blocks_looked_up`.
@@ -46,16 +46,16 @@ counters! {
     pages_compared,
     /// Stores to pages that hold decoded code.
     code_stores,
-    /// Data accesses that missed in the first level of the software TLB.
+    /// Data accesses that missed the first level of the software TLB.
     tlb_misses,
-    /// Translations of data and code that were found in the second level of the software TLB. The machine makes all
-    /// other translations.
+    /// Translations of data and code found in the second level of the software TLB. The machine makes all other
+    /// translations.
     stlb_hits,
-    /// Loads of CR3. A load drops at most the translations of the new PCID, and never global ones.
+    /// Loads of CR3. A load drops at most the translations of the new PCID, and never global translations.
     flushes_cr3,
-    /// Flushes of the translations of a PCID or of all PCIDs, but not of global ones: INVPCID.
+    /// Flushes by INVPCID of the translations of one PCID or of all PCIDs, except global translations.
     flushes_pcid,
-    /// Flushes of the whole TLB because CR0, CR4, EFER or all registers were changed, or by INVPCID.
+    /// Flushes of the whole TLB, by INVPCID or because CR0, CR4, EFER or all registers were changed.
     flushes_other,
     /// Flushes of one page, small or large: by INVLPG or INVPCID, or because host memory was inaccessible.
     flushes_page,

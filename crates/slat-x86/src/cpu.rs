@@ -1,4 +1,4 @@
-//! The CPU: architectural state, and the data that makes running it fast.
+//! The CPU: its architectural state, and data that lets it run fast.
 
 use crate::bus_lock::BusLock;
 use crate::code::Code;
@@ -27,28 +27,28 @@ use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, 
 use crate::watch::Watch;
 use std::ptr::NonNull;
 
-/// One software CPU: the state that instructions change. An [`Executor`](crate::Executor) runs the CPU.
+/// One software CPU: everything that instructions change. An [`Executor`](crate::Executor) runs the CPU.
 ///
-/// The first fields are those that compiled code uses most, in the order that `jit::window` gives.
+/// The first fields are those that compiled code uses most, in the order that `jit::window` needs.
 #[repr(C)]
 pub struct Cpu {
     #[cfg(feature = "jit")]
     pub(crate) compiled: Compiled,
     pub(crate) lazy: Lazy,
-    /// The architectural state, complete while the CPU does not run.
+    /// The architectural state. It is complete while the CPU does not run.
     pub state: State,
-    /// The caller's requests to end the run.
+    /// What the caller of the run asks for: when the run is to end.
     pub requests: Requests,
 
     pub(crate) features: Features,
     pub(crate) fixed: Pages<Fixed>,
-    /// The table of the TLB that data accesses use.
+    /// The index of the TLB table that data accesses use.
     pub(crate) table: usize,
     pub(crate) mode: u8,
     pub(crate) cpl: u8,
-    /// Whether to leave the block after this instruction.
+    /// Whether the CPU must leave the block after this instruction.
     pub(crate) stop: bool,
-    /// Whether there is work to do at the next block boundary.
+    /// Whether there is work at the next block boundary other than finding the next block.
     pub(crate) slow: bool,
     pub(crate) bus_lock: BusLock,
     pub(crate) code: Code,
@@ -60,7 +60,8 @@ pub struct Cpu {
     pub(crate) counters: Counters,
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
-    /// The registers on which the TLB's contents depend, with the values that they had when they were last compared.
+    /// CR0, CR3, CR4 and EFER, on which the TLB's contents depend, with the values that they had at the last
+    /// comparison.
     pub(crate) paging_registers: [u64; 4],
 }
 
@@ -120,17 +121,17 @@ impl Cpu {
         &self.features
     }
 
-    /// Restricts the CPU to the features of its CPUID. Until this call the CPU has all features.
+    /// Restricts the CPU to the features that its CPUID reports. Until this call the CPU has all features.
     pub fn set_features(&mut self, features: Features) {
         self.features = features;
     }
 
-    /// Sets the effect of a locked access that crosses a cache line.
+    /// Sets what happens at a locked access that crosses a cache line.
     pub fn set_bus_locks(&mut self, when: BusLocks) {
         self.bus_lock.when = when;
     }
 
-    /// Drops all translations, because other host pages may back guest memory now.
+    /// Drops all translations. Call when other host pages may back guest memory.
     pub fn flush_tlb(&mut self) {
         self.counters.flushes_host += 1;
         self.drop_translations();
@@ -142,7 +143,7 @@ impl Cpu {
         self.flush_data();
     }
 
-    /// Drops all translations of the current world (`tlb`).
+    /// Drops all translations of the current world: of the guest, or of the nested guest (`tlb`).
     pub(crate) fn flush_world(&mut self) {
         self.counters.flushes_other += 1;
         self.code.clock.flush();
@@ -150,13 +151,13 @@ impl Cpu {
         self.tlb().flush_world(space);
     }
 
-    /// Drops all translations for data accesses, but none of code. Call for a change that concerns only data accesses.
+    /// Drops all translations for data accesses, but none for code.
     pub(crate) fn flush_data(&mut self) {
         let space = self.space();
         self.tlb().flush(space);
     }
 
-    /// Returns the current PCID: 0 without CR4.PCIDE.
+    /// Returns the current PCID. It is 0 if CR4.PCIDE is clear.
     fn pcid(&self) -> u16 {
         match self.state.cr4 & control::CR4_PCIDE != 0 {
             true => (self.state.cr3 & 0xfff) as u16,
@@ -179,8 +180,8 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops translations of one page, or of a whole large page. Code translations stay valid unless the page has had
-    /// code, or is large.
+    /// Drops the translations of the page at `lin`, which may be a large page. Translations of code stay valid if the
+    /// page is small and has had no code.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
@@ -196,7 +197,7 @@ impl Cpu {
         self.tlb().drop_page(lin);
     }
 
-    /// Drops the translations of a PCID, except the global ones: INVPCID of type 1.
+    /// Drops the translations of a PCID, except global ones: INVPCID of type 1.
     pub(crate) fn flush_pcid(&mut self, pcid: u16) {
         self.counters.flushes_pcid += 1;
         let space = self.space_of(pcid);
@@ -209,7 +210,7 @@ impl Cpu {
         }
     }
 
-    /// Drops all translations, except the global ones: INVPCID of type 3.
+    /// Drops the translations of all PCIDs, except global ones: INVPCID of type 3.
     pub(crate) fn flush_spaces(&mut self) {
         self.counters.flushes_pcid += 1;
         self.code.clock.flush();
@@ -217,7 +218,7 @@ impl Cpu {
         self.tlb().flush_spaces(space);
     }
 
-    /// Makes the CPU look a page up again before the page's code runs next.
+    /// Makes the CPU translate the page's address again before the page's code runs next.
     fn outdate_page(&mut self, lin: u64) {
         if self.code.outdate_page(lin) {
             self.forget_targets();
@@ -230,20 +231,20 @@ impl Cpu {
         self.compiled.prepare(&self.fixed.targets, attention);
     }
 
-    /// Forgets all targets of compiled code.
+    /// Makes all targets of compiled code invalid.
     pub(crate) fn forget_targets(&mut self) {
         #[cfg(feature = "jit")]
         self.compiled.forget_targets(&mut self.fixed.targets);
     }
 
-    /// Returns the number of instructions so far, including those of the running region.
+    /// Returns the number of instructions executed so far, including those of the running region.
     #[cfg(feature = "jit")]
     pub(crate) fn instructions(&self) -> u64 {
         let compiled = self.compiled.instructions - self.counters.instructions_compiled;
         self.counters.instructions + compiled
     }
 
-    /// Returns the number of instructions so far.
+    /// Returns the number of instructions executed so far.
     #[cfg(not(feature = "jit"))]
     pub(crate) fn instructions(&self) -> u64 {
         self.counters.instructions
@@ -255,8 +256,8 @@ impl Cpu {
     /// - The caller detaches the machine before the borrow of `machine` ends.
     pub(crate) unsafe fn attach(&mut self, machine: &mut dyn Machine) {
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime of the trait object changes. The caller keeps this function's contract: it detaches
-        // the machine before the borrow ends.
+        // SAFETY: only the lifetime of the trait object changes. The caller detaches the machine before the borrow
+        // ends, as this function's `# Safety` demands.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });
@@ -284,7 +285,7 @@ impl Cpu {
         let (cpl, long_mode) = (self.cpl, self.is_64());
         let mut pointer = self.machine.expect("a CPU executes within run");
         // SAFETY: `attach` has set the pointer, and `self` is borrowed exclusively, so there is no other reference to
-        // the machine. The state, which is also passed, is not part of the machine.
+        // the machine. The state, to which the call gets another reference, is not part of the machine.
         unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
     }
 
@@ -296,13 +297,13 @@ impl Cpu {
         }
     }
 
-    /// Drops all translations, for a reason other than a change of CR3.
+    /// Drops all translations. Counts the flush as one with another reason than a load of CR3.
     pub(crate) fn flush_other(&mut self) {
         self.counters.flushes_other += 1;
         self.drop_translations();
     }
 
-    /// Loads CR3. Drops the translations of the new PCID, except the global ones. With `keeps` it drops none.
+    /// Loads CR3. Drops the translations of the new PCID, except global ones; if `keeps`, drops none.
     pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
         self.state.cr3 = cr3;
         self.paging_registers[CR3] = cr3;
@@ -315,19 +316,20 @@ impl Cpu {
         }
     }
 
-    /// Stores the present values of the registers whose changes flush translations. [`derive`](Self::derive) compares
-    /// the registers with these values.
+    /// Records the values of CR0, CR3, CR4 and EFER. [`derive`](Self::derive) compares the registers with these values
+    /// to see whether translations must be flushed.
     pub(crate) fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
     }
 
-    /// Call before another world becomes the current one and its registers are loaded.
+    /// Call before switching to another world (guest or nested guest), while the registers of the old world are still
+    /// loaded.
     pub(crate) fn leave_world(&mut self) {
         self.svm.note_registers(self.paging_registers);
     }
 
-    /// Chooses the TLB table for CPL, RFLAGS.AC and CR0.AM.
+    /// Selects the TLB table by CPL, RFLAGS.AC and CR0.AM.
     pub(crate) fn update_table(&mut self) {
         self.table = match (self.cpl == 3, self.state.rflags & flags::AC != 0) {
             (true, true) if self.state.cr0 & control::CR0_AM != 0 => USER_CHECKED,
@@ -346,8 +348,8 @@ impl Cpu {
         self.mode & mode::BITS == mode::BITS_64
     }
 
-    /// Whether the CPU behaves like a CPU of Intel where the vendors differ. In a nested guest the CPU always behaves
-    /// like a CPU of AMD, because AMD's manual defines SVM. For example, the hypervisor reads EXT in EXITINTINFO.
+    /// Whether the CPU behaves like an Intel CPU where the vendors differ. In a nested guest the CPU always behaves
+    /// like an AMD CPU, because AMD's manual defines SVM: for example, the hypervisor reads EXT in EXITINTINFO.
     pub(crate) fn is_intel(&self) -> bool {
         self.features.is_intel && !self.svm.is_guest()
     }
@@ -365,22 +367,22 @@ impl Cpu {
         self.protected() && self.state.rflags & flags::VM != 0
     }
 
-    /// Whether a selector is a paragraph number: in real mode and in virtual-8086 mode.
+    /// Whether segment bases are 16 times the selector, as in real mode and virtual-8086 mode.
     pub(crate) fn has_paragraphs(&self) -> bool {
         !self.protected() || self.virtual_8086()
     }
 
-    /// Whether a linear address is canonical. Outside long mode, all linear addresses are.
+    /// Whether a linear address is canonical. Outside long mode, all linear addresses count as canonical.
     pub(crate) fn canonical(&self, lin: u64) -> bool {
         !self.long_mode() || self.canonical_value(lin)
     }
 
-    /// Whether a value is a canonical address. Some MSRs require this in every mode.
+    /// Whether a value is a canonical address. Some MSRs require a canonical value in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
         made_canonical(self.state.cr4, lin) == lin
     }
 
-    /// Returns the TLB table that is filled on misses of the current accesses.
+    /// Returns the index of the TLB table to fill when an access of the current kind misses.
     #[inline(always)]
     pub(crate) fn filled_table(&self) -> usize {
         match self.table {
@@ -389,12 +391,12 @@ impl Cpu {
         }
     }
 
-    /// Returns the paging state for an access through the current TLB table.
+    /// Returns the paging state for accesses that use the current TLB table.
     pub(crate) fn paging(&self) -> Paging {
         self.paging_for(self.filled_table())
     }
 
-    /// Returns the paging state for an access through a TLB table.
+    /// Returns the paging state for accesses that use TLB table `table`.
     pub(crate) fn paging_for(&self, table: usize) -> Paging {
         let State {
             cr0,
@@ -419,7 +421,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the paging state for a translation that a client asks for: supervisor mode without SMAP.
+    /// Returns the paging state for a translation on behalf of a client: supervisor mode without SMAP.
     pub fn client_paging(&self) -> Paging {
         self.paging_for(SUPERVISOR_AC)
     }
@@ -437,7 +439,7 @@ impl Cpu {
         self.raise(crate::vector::GP, Some(0))
     }
 
-    /// Returns the privilege level, as of the last run.
+    /// Returns the CPL as of the last run.
     pub fn cpl(&self) -> u8 {
         self.cpl
     }
@@ -457,22 +459,22 @@ impl Cpu {
         }
     }
 
-    /// Records a #VMEXIT. Use this function as `return Err(cpu.leave_guest(…))`. If an event is being delivered,
-    /// EXITINTINFO reports it.
+    /// Records a #VMEXIT. Use this function as `return Err(cpu.leave_guest(…))`. If an event is being delivered, the
+    /// #VMEXIT reports it in EXITINTINFO.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         self.svm.record(exit);
         Break::VmExit
     }
 
-    /// Call for a [`Break::VmExit`]. The recorded #VMEXIT then takes place before the next instruction.
+    /// Handles a [`Break::VmExit`]: the recorded #VMEXIT takes place before the next instruction.
     #[cold]
     pub(crate) fn make_exit_due(&mut self) {
         self.svm.make_due();
         self.slow = true;
     }
 
-    /// Records a #VMEXIT for a second-level page fault at guest-physical address `gpa`.
+    /// Records a #VMEXIT for a nested page fault (NPF) at guest-physical address `gpa`.
     pub(crate) fn nested_page_fault(&mut self, error_code: u64, gpa: u64) -> Break {
         self.leave_guest(VmExit {
             code: code::NPF,
@@ -482,15 +484,15 @@ impl Cpu {
         })
     }
 
-    /// Records an exit that abandons the instruction.
+    /// Records an exit from the run that abandons the instruction.
     #[cold]
     pub(crate) fn leave(&mut self, exit: Exit) -> Break {
         self.raised.exit = Some(exit);
         Break::Exit
     }
 
-    /// Records an exit for something that this CPU does not implement. The instruction's bytes are filled in when the
-    /// run ends.
+    /// Records an exit from the run because of something that this CPU does not implement. The instruction's bytes are
+    /// added when the run ends.
     #[cold]
     pub(crate) fn unimplemented(&mut self, reason: &'static str) -> Break {
         self.leave(Exit::Emulation {
@@ -510,7 +512,7 @@ impl Cpu {
         }
     }
 
-    /// Returns a segment register by its number, in the order ES, CS, SS, DS, FS, GS.
+    /// Returns a segment register by its number: 0 to 5 are ES, CS, SS, DS, FS, GS.
     pub(crate) fn segment(&mut self, number: u8) -> &mut Segment {
         let state = &mut self.state;
         match number {

@@ -3,12 +3,12 @@
 //!
 //! If nobody debugs the guest, this costs nothing. A page with a data watchpoint is never in the software TLB, so
 //! accesses to the page miss and call [`Cpu::watch`]. All other debug features set [`Cpu::slow`], and are handled
-//! between blocks. An instruction that accesses watched bytes is abandoned, and executed again as a block that has only
-//! this instruction. So its trap is taken directly after the instruction.
+//! between blocks. An instruction that accesses watched bytes is abandoned, and executed again in a block of its own,
+//! so that its trap can be taken directly after it.
 //!
 //! Faults (instruction breakpoints, general detect) are raised like any other fault. Traps are collected in
-//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after the shadow of MOV
-//! SS.
+//! [`Events::debug`](crate::Events::debug) as DR6 bits, and taken before the next instruction that is not in the shadow
+//! of MOV SS.
 
 use crate::flow::Break;
 use crate::machine::Exit;
@@ -18,17 +18,17 @@ use crate::watch::{DR6_BD, DR6_BS, DR6_HITS, DR6_ONES, DR7_GD, kind};
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Whether the current instruction will trap at its end for a reason other than its accesses.
+    /// Whether the current instruction will trap at its end, for another reason than its memory accesses.
     pub(crate) fn traps(&self) -> bool {
         self.watch.steps || self.probes.steps
     }
 
-    /// Whether repeated string instructions stop after the current iteration.
+    /// Whether a repeated string instruction must stop after the current iteration to trap.
     pub(crate) fn traps_after_iteration(&self) -> bool {
         self.traps() || self.watch.hits != 0
     }
 
-    /// Returns the DR6 bits of breakpoints on `bytes` ports at `port`.
+    /// Returns the DR6 bits of the I/O breakpoints that an access to `bytes` ports at `port` hits.
     pub(crate) fn port_hits(&self, port: u16, bytes: u8) -> u64 {
         match self.watch.ports {
             true => (self.watch.breakpoints).hits(&[kind::PORT], port.into(), bytes.into()),
@@ -36,8 +36,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the DR6 bits of the instruction breakpoints at `rip`. RF suppresses them, and on Intel
-    /// the shadow of MOV SS.
+    /// Returns the DR6 bits of the instruction breakpoints at `rip`. Returns 0 if RF is set, or, on Intel CPUs, in the
+    /// shadow of MOV SS.
     pub(crate) fn code_hits(&self, rip: u64) -> u64 {
         let shadow = self.state.events.mov_ss_shadow && self.is_intel();
         if !self.watch.code || self.state.rflags & flags::RF != 0 || shadow {
@@ -60,7 +60,7 @@ impl Cpu {
         }
     }
 
-    /// Whether an instruction breakpoint or a code probe is within `len` bytes from `lin`.
+    /// Whether an instruction breakpoint or a code probe is in the `len` bytes at `lin`.
     pub(crate) fn has_code_breakpoint(&self, lin: u64, len: u64) -> bool {
         self.probes.has_code_in(lin, len)
             || (self.watch.breakpoints.enabled()).any(|(i, kind, ..)| {
@@ -69,7 +69,7 @@ impl Cpu {
             })
     }
 
-    /// Runs `f`. Returns the result of `f`, and, as DR6 bits, the watchpoints that `f` hits.
+    /// Runs `f`. Returns the result of `f`, and the watchpoints that `f` hits as DR6 bits.
     pub(crate) fn collect_hits<T>(&mut self, f: impl FnOnce(&mut Self) -> T) -> (T, u64) {
         let collected = std::mem::replace(&mut self.watch.collects, true);
         let before = std::mem::take(&mut self.watch.hits);
@@ -79,7 +79,8 @@ impl Cpu {
         (result, hits)
     }
 
-    /// Returns the current instruction's hits as DR6 bits, for a trap that is taken later.
+    /// Returns the watchpoint hits and the single step of the current instruction as DR6 bits, for a trap that is taken
+    /// later.
     pub(crate) fn traps_of_instruction(&self) -> u64 {
         self.watch.hits | self.probes.step()
     }
@@ -89,14 +90,14 @@ impl Cpu {
         self.state.rflags & flags::TF != 0 || self.requests.debugger.single_step
     }
 
-    /// Like [`trap`](Self::trap), but for an instruction that was finished with the caller's result. Checks again for a
-    /// single step, because the debugger may have changed its requests meanwhile.
+    /// Like [`trap`](Self::trap), but for an instruction that was finished with the caller's result. Checks again
+    /// whether the instruction is single-stepped, because the debugger may have changed its requests meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);
     }
 
-    /// Call at the end of an instruction. Keeps watchpoint hits and a single step for the next block boundary.
+    /// Call at the end of an instruction. Records watchpoint hits and a single step, for the next block boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
             self.state.events.debug |= self.probes.trap(hits);
@@ -112,23 +113,23 @@ impl Cpu {
         }
     }
 
-    /// Records a #DB that is a fault, not a trap.
+    /// Raises #DB as a fault.
     #[cold]
     pub(crate) fn raise_debug(&mut self, hits: u64) -> Break {
         self.watch.hits = hits;
         self.raise(vector::DB, None)
     }
 
-    /// Changes the debug registers as the delivery of a #DB to the guest does.
+    /// Changes DR6 and DR7 as the delivery of a #DB to the guest does.
     pub(crate) fn debug_delivered(&mut self, hits: u64) {
-        // Replaces the hit bits of earlier exceptions. The other bits stay until software clears them.
+        // The new hit bits replace those of earlier exceptions. Other bits stay set until software clears them.
         self.state.dr6 = self.state.dr6 & !DR6_HITS | hits;
         self.state.dr7 &= !DR7_GD;
         self.update_watch();
     }
 
-    /// Handles a #DB with DR6 bits `hits`: ends the run if the debugger claims it, otherwise makes it
-    /// an event of the guest.
+    /// Handles a #DB with DR6 bits `hits`. If the debugger outside the guest claims it, returns the exit for that;
+    /// otherwise makes it an event of the guest.
     pub(crate) fn take_debug(&mut self, hits: u64) -> Option<Exit> {
         if self.requests.debugger.claims_debug() {
             return Some(Exit::Debug {
@@ -150,14 +151,14 @@ impl Cpu {
         self.has_debug_trap() || self.probes.hit.is_some()
     }
 
-    /// Whether a pending debug trap is taken before the next instruction.
+    /// Whether a debug trap is pending and can be taken before the next instruction.
     fn has_debug_trap(&self) -> bool {
         let events = &self.state.events;
         events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
-    /// The trap of a probe is taken before all others.
+    /// Takes the pending debug traps, unless an exception must be delivered first, or the instruction is in the shadow
+    /// of MOV SS. The trap of a probe is taken before all others.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);
@@ -169,8 +170,8 @@ impl Cpu {
         self.take_debug(hits)
     }
 
-    /// Replaces all probes. If `steps`, each instruction ends the run, too. Drops a hit that has not ended a run yet,
-    /// and cancels [`pass_probe`](Self::pass_probe).
+    /// Replaces all probes. If `steps`, the run also ends after each instruction. Drops a hit that has not ended a run
+    /// yet, and cancels [`pass_probe`](Self::pass_probe).
     pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
         self.probes = Probes::new(list, steps);
         self.apply_watch();
@@ -182,18 +183,18 @@ impl Cpu {
         self.probes.passed = Some(self.linear_rip());
     }
 
-    /// Whether each instruction ends the run.
+    /// Whether the run ends after each instruction, because of [`set_probes`](Self::set_probes).
     pub fn makes_probe_steps(&self) -> bool {
         self.probes.steps
     }
 
-    /// Whether a code probe prevents the execution of the instruction at the linear address `lin`.
+    /// Whether a code probe stops the CPU before the instruction at the linear address `lin`.
     pub(crate) fn is_probed(&self, lin: u64) -> bool {
         self.watch.code && self.probes.passed != Some(lin) && self.probes.has_code_in(lin, 1)
     }
 
-    /// Call after an instruction was executed. After that, code probes may stop the next instruction, unless it is
-    /// another iteration of the same string instruction.
+    /// Call after an instruction was executed. From now on, code probes may stop the CPU again, except before another
+    /// iteration of the same string instruction.
     pub(crate) fn passed_probe(&mut self) {
         if self.state.rflags & flags::RF == 0 {
             self.probes.passed = None;

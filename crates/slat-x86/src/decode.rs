@@ -1,6 +1,6 @@
 //! Decoding blocks, from memory or from the copies of the guest's code (`snapshot`).
 //!
-//! The second page is fetched only when the decoder needs more bytes than the first page has, because a fault of that
+//! If a block may reach into a second page, that page is fetched only when the decoder needs its bytes: a fault of the
 //! fetch is delivered to the guest.
 
 use crate::block::{Block, LONGEST, MAX_BYTES};
@@ -12,7 +12,7 @@ use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
 use std::ptr::NonNull;
 
-/// UD2 and the bytes "kvm". This prefix makes KVM emulate the next instruction.
+/// UD2 and the bytes "kvm": a prefix that makes KVM emulate the instruction after it.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
 
 /// The result of decoding: the number of bytes, and why the decoder stopped.
@@ -22,7 +22,7 @@ struct Decoded {
 }
 
 impl Cpu {
-    /// Returns the first of the two instructions that were fused into `op`, whose bytes are `code`.
+    /// Returns the first of the two instructions that were fused into `op`. `code` are the bytes of `op`.
     pub(crate) fn first_of_fused(&self, op: &Op, code: &[u8]) -> Op {
         let bits = crate::mode::width(self.mode);
         let mut decoder = Decoder::with_ip(bits, code, self.rip_of(op), DecoderOptions::NONE);
@@ -40,7 +40,7 @@ impl Cpu {
     }
 
     /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. If `may_keep`, the block may
-    /// be kept, so its code needs a snapshot. On failure the block is empty.
+    /// later be kept, so its code gets a snapshot. On failure the block is empty.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -64,13 +64,13 @@ impl Cpu {
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
         if block.ops.is_empty() && decoded.end == DecoderError::None {
-            // The first instruction ends beyond the code segment. The block is not kept, because its key does not
-            // contain the limit.
+            // The first instruction ends beyond the code segment's limit. The block is not kept, because its key does
+            // not contain the limit.
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // The bytes are no valid instruction. They raise #UD, or #GP if there are more than 15. Any of these bytes
-            // may be the reason, so the block contains all of them, and all of them are compared with memory.
+            // The bytes are no valid instruction, and raise #UD, or #GP if the instruction is longer than 15 bytes. The
+            // block contains all bytes that may be the reason, so that all of them are compared with memory.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -85,14 +85,14 @@ impl Cpu {
         block.first = first.map(|page| Snapshot::keep(page, at, split));
         if rest != 0 {
             block.second = second.map(|page| Snapshot::keep(page, 0, rest));
-            // A block in two pages can be compared with memory later only if both pages have a snapshot.
+            // A block in two pages can be compared with memory later only if both pages have snapshots.
             block.first = block.first.filter(|_| second.is_some());
         }
         Ok(())
     }
 
-    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which then also has this code. `None`: the
-    /// code may not be kept, or there is no memory for a snapshot.
+    /// Reads the code at `lin` into `code`; all of it is in one page. Returns the page's snapshot, which then contains
+    /// this code, too. `None`: the code need not be kept, or there is no memory for a snapshot.
     fn read_code(
         &mut self,
         lin: u64,
@@ -123,18 +123,19 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
-        // A segment with a limit of 4 GiB wraps around: after its last byte comes its first byte.
+        // A segment with a limit of 4 GiB wraps around: its first byte follows its last byte. So no instruction ends
+        // beyond it.
         let end = match self.state.cs.limit {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
         let blank = lower::blank(key.mode);
-        // The same memory is used for each decoding, because copying freshly written memory takes longer than decoding.
+        // Decode into the same memory each time: copying a new `Instruction` would take longer than decoding it.
         let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
-            // The prefix that makes KVM emulate the next instruction must be the first instruction of a block.
+            // KVM's prefix must be at the start of a block.
             if bytes[start..].starts_with(PREFIX) {
                 if start != 0 {
                     break;
@@ -156,21 +157,23 @@ impl Cpu {
                 (insn, decoded.end) = (cr8, DecoderError::None);
             }
             if decoded.end != DecoderError::None {
-                // The page ends here, or the instruction is invalid. The next block starts here and handles both cases.
+                // The bytes of the page end here, or the instruction is invalid. The next block starts here and handles
+                // both cases.
                 break;
             }
             if insn.next_ip() > end {
-                // The instruction ends beyond the code segment. The next block starts here and raises the fault.
+                // The instruction ends beyond the code segment's limit. The next block starts here and raises the
+                // fault.
                 break;
             }
             decoded.bytes = decoder.position();
-            // As in KVM, RIP is already after KVM's prefix when the instruction that follows the prefix faults.
+            // As in KVM, if the instruction after the prefix faults, RIP is after the prefix.
             let first = start + prefix;
             let code = &bytes[first..decoded.bytes];
             let len = insn.len() as u8;
             if lower::lower(&insn, code, key.mode, &blank, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
-                    // The bytes after the UD2 say whether it is KVM's prefix, so they belong to the block.
+                    // The bytes after UD2 decide whether it is KVM's prefix, so they belong to the block.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());
                 }
                 break;
@@ -180,8 +183,8 @@ impl Cpu {
     }
 }
 
-/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are another instruction. Only this function
-/// sets the decoder's option for LOCK MOV CR0, because the option changes the meaning of other instructions.
+/// Decodes LOCK MOV CR0, which means MOV CR8 on AMD's CPUs. `None`: the bytes are another instruction. Only this
+/// function sets the decoder's AMD option, because the option also changes the meaning of other instructions.
 #[cold]
 fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();
@@ -189,7 +192,7 @@ fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     is_cr8.then_some(insn)
 }
 
-/// Whether the decoder consumes all of the first 15 bytes without reaching the end of the instruction.
+/// Whether the instruction is longer than 15 bytes: all of the first 15 bytes are prefixes.
 fn too_long(bytes: &[u8]) -> bool {
     let prefix = |b: &u8| {
         matches!(

@@ -8,7 +8,7 @@ use crate::mode;
 use crate::state::{Segment, control, flags, xcr0};
 
 /// Whether a change of CR0, CR3, CR4 or EFER invalidates translations, or changes the rules for translations. A change
-/// of CR0.TS alone, which each task switch makes, does neither.
+/// of only CR0.TS, as in each task switch, does not.
 fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
@@ -29,8 +29,8 @@ impl Cpu {
         }
     }
 
-    /// Call after the client or an instruction has changed the state. Derives mode, CPL and TLB table, and flushes the
-    /// translations that depend on changed registers. Returns whether it flushed them.
+    /// Call after the client or an instruction has changed the state. Computes mode, CPL and TLB table. If registers on
+    /// which translations depend have changed, flushes the translations and returns `true`.
     pub(crate) fn derive(&mut self) -> bool {
         let state = &self.state;
         let long = state.efer & control::EFER_LMA != 0;
@@ -82,13 +82,13 @@ impl Cpu {
         flushes
     }
 
-    /// Call after the registers of another world were loaded. Keeps that world's translations, unless its hypervisor
-    /// has changed registers on which the translations depend. (A processor's TLB holds the flags of page-table
-    /// entries. This TLB holds access rights, which depend on those flags and on registers.)
+    /// Call after the registers of another world (guest or nested guest) were loaded. Keeps the translations of that
+    /// world, unless its hypervisor has changed registers on which they depend. (The TLB stores access rights, which
+    /// depend on such registers; a processor's TLB stores the flags of page-table entries.)
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();
-        // A changed CR3 drops no translation here. As on a processor, the hypervisor has to ask for a flush.
+        // A change of CR3 alone drops no translation here: as on a processor, the hypervisor has to ask for a flush.
         before[CR3] = self.paging_registers[CR3];
         let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();
@@ -100,8 +100,7 @@ impl Cpu {
         }
     }
 
-    /// Whether all segments in ES, CS, SS and DS are flat, so that offsets in them are linear addresses. For modes
-    /// other than 64-bit mode.
+    /// Whether ES, CS, SS and DS are flat, so that offsets are linear addresses. Call only outside 64-bit mode.
     fn is_flat(&self) -> bool {
         let state = &self.state;
         let is_flat = |segment: &Segment| {

@@ -1,17 +1,18 @@
-//! The accesses to devices that are in progress, and their data. See `mmio`.
+//! Accesses to devices that are in progress, and their data. See module `mmio`.
 
 use crate::heap::Zeroed;
 #[cfg(feature = "jit")]
 use crate::machine::Access;
 
-/// The greatest number of bytes that one port exit moves. (A repeated string instruction moves many units in one exit.)
+/// The greatest number of bytes that one exit for a port access transfers. (One exit transfers many units of a repeated
+/// string instruction.)
 pub const PORT_BYTES: usize = 4096;
-/// The greatest number of MMIO accesses of one instruction, rounded up. XSAVE reads and writes 72 fragments.
+/// The greatest number of MMIO accesses that one instruction makes, rounded up. XSAVE makes 72.
 pub(crate) const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fragment {
-    /// The linear address of a read; 0 for a write, because the queue of writes does not need the address.
+    /// The linear address of a read. 0 for a write, which does not need it.
     pub(crate) lin: u64,
     pub(crate) gpa: u64,
     pub(crate) len: u8,
@@ -21,9 +22,9 @@ pub(crate) struct Fragment {
 /// The MMIO reads or writes of one instruction, in order.
 pub(crate) struct Fragments {
     all: [Fragment; MOST_FRAGMENTS],
-    /// The number of fragments that are done.
+    /// The number of fragments that are completed.
     first: usize,
-    /// The number of all fragments, done or not.
+    /// The number of all fragments, completed or not.
     pub(crate) end: usize,
 }
 
@@ -43,7 +44,7 @@ impl Fragments {
         pushed
     }
 
-    /// Removes and returns the next fragment of the access.
+    /// Returns the next fragment that is not completed, and counts it as completed.
     pub(crate) fn pop(&mut self) -> Option<Fragment> {
         let next = *self.waiting().first()?;
         self.first += 1;
@@ -61,7 +62,7 @@ impl Fragments {
 /// The data that a string input (INS) has read.
 pub(crate) struct Input {
     pub(crate) bytes: [u8; PORT_BYTES],
-    /// The number of bytes that are already stored in guest memory.
+    /// The number of bytes that the CPU has already stored in guest memory.
     pub(crate) stored: usize,
     pub(crate) len: usize,
 }
@@ -76,7 +77,7 @@ impl Input {
         self.bytes[..self.len].copy_from_slice(&data[..self.len]);
     }
 
-    /// Returns the bytes that are not stored yet, in reading order.
+    /// Returns the bytes that the CPU has not stored yet, in the order in which they were read.
     pub(crate) fn left(&self) -> &[u8] {
         &self.bytes[self.stored..self.len]
     }
@@ -92,32 +93,31 @@ pub(crate) struct Output {
 unsafe impl Zeroed for Output {}
 
 impl Output {
-    /// Returns memory for the next `len` bytes of output.
+    /// Makes the output `len` bytes long, and returns them to be filled.
     pub(crate) fn start(&mut self, len: usize) -> &mut [u8] {
         self.len = len;
         &mut self.bytes[..len]
     }
 }
 
-/// The accesses to devices that are in progress. Their data is in [`crate::fixed::Fixed`].
+/// State of the accesses to devices that are in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// The number of the instruction's reads that its current execution has made so far, with data that the client has
-    /// provided.
+    /// The number of reads that the current execution of the instruction has completed with data from the client.
     pub(crate) taken: usize,
-    /// The read for whose data the last run ended.
+    /// The read whose data the last run ended to ask for.
     pub(crate) asked: Option<Fragment>,
     pub(crate) port: Option<Port>,
     /// The instruction that ended the last run and needs a result from the caller.
     pub(crate) question: Option<Question>,
-    /// The device access that compiled code has attempted. The interpreter executes the instruction again, and uses
-    /// this address, so that the machine translates it only once. Valid only for the next instruction, because a
-    /// memslot may be added later.
+    /// A device access that compiled code has attempted. The interpreter executes the instruction again, and takes the
+    /// guest-physical address from here, so that the machine translates it only once. Valid only for the next
+    /// instruction, because a memslot may be added later.
     #[cfg(feature = "jit")]
     pub(crate) met: Option<Met>,
 }
 
-/// An access to a device.
+/// A device access that compiled code has attempted.
 #[cfg(feature = "jit")]
 #[derive(Clone, Copy)]
 pub(crate) struct Met {
@@ -126,50 +126,50 @@ pub(crate) struct Met {
     pub(crate) gpa: u64,
 }
 
-/// An instruction whose result the caller puts into registers.
+/// An instruction that waits for a result from the caller.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Question {
-    /// RIP of the instruction, and of the next instruction.
+    /// RIP of this instruction, and of the next one.
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) kind: QuestionKind,
-    /// DR6 bits of the debug traps that follow the instruction.
+    /// The DR6 bits of the debug traps to take after the instruction.
     pub(crate) traps: u64,
 }
 
-/// The place where the result is stored.
+/// The kind of the instruction, which says where its result goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QuestionKind {
     /// RAX receives the result.
     Hypercall,
     /// EDX:EAX receives the result.
     Rdmsr,
-    /// The result only finishes WRMSR: there is no register to store a result in.
+    /// WRMSR: there is no register for a result; the result only finishes the instruction.
     Wrmsr,
 }
 
 /// A port access that is not finished yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
-    /// RIP of the instruction, and of the next instruction.
+    /// RIP of this instruction, and of the next one.
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) size: u8,
-    /// The number of units that the exit moves.
+    /// The number of units that the exit transfers.
     pub(crate) count: u32,
     pub(crate) kind: PortKind,
-    /// DR6 bits of the debug traps that follow the access.
+    /// The DR6 bits of the debug traps to take after the access.
     pub(crate) traps: u64,
     /// Whether the caller has provided the data of a string input. The CPU stores the data when it runs again.
     pub(crate) answered: bool,
 }
 
-/// The way in which a port access is finished.
+/// The instruction that makes a port access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
     In,
     Out,
-    /// INS or OUTS, with the address size in bytes, and with whether the instruction repeats.
+    /// INS or OUTS: the address size in bytes, and whether the instruction has a REP prefix.
     Ins {
         address_size: u8,
         rep: bool,

@@ -1,7 +1,7 @@
-//! A CPU with the code that it executes.
+//! A CPU together with the code that it executes.
 //!
-//! Instructions act on a [`Cpu`]. Blocks and compiled code belong to the [`Executor`], and instructions have no access
-//! to them. So the interpreter's functions cannot free the running block.
+//! Instructions act on a [`Cpu`]. Blocks and compiled code belong to the [`Executor`], which instructions cannot
+//! access. So the functions that execute instructions cannot free the running block.
 
 use crate::blocks::Blocks;
 use crate::code_pages::CodePages;
@@ -14,22 +14,21 @@ use crate::{Cpu, decoder, simd};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A software CPU that can run. All memory that running needs is allocated when the executor is made; see
-/// [`Executor::try_new`].
+/// A software CPU that can run. [`Executor::try_new`] allocates all memory that running needs.
 ///
 /// An executor dereferences to its [`Cpu`], so it has all methods of the CPU.
 pub struct Executor {
     pub(crate) cpu: Cpu,
     pub(crate) blocks: Blocks,
-    /// The unfinished instruction, if the caller has provided data for its MMIO reads.
+    /// The instruction that waits for data of its MMIO reads, if the caller has provided data.
     pub(crate) reader: Option<Reader>,
     #[cfg(feature = "jit")]
     pub(crate) client: Option<Client>,
-    /// The base of CS with which the present targets were stored. Targets of code with segments are valid only for this
+    /// The base of CS for which the current targets were stored. In code with segments, targets are valid only for this
     /// base.
     #[cfg(feature = "jit")]
     pub(crate) code_base: u64,
-    /// The RIP at which `attention` ended the last run. Code that is found there repeatedly is hot.
+    /// The RIP at which `attention` ended the last run. A region at which runs often end so is hot.
     #[cfg(feature = "jit")]
     pub(crate) interrupted: Option<u64>,
 }
@@ -58,7 +57,8 @@ impl Executor {
     /// provides at first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions
-    /// the host has. CPUs that share memory also share `code`, by which they learn of each other's stores to code.
+    /// the host has. CPUs that share memory must get the same `code`, through which they learn of each other's stores
+    /// to code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
@@ -86,8 +86,8 @@ impl Executor {
         self.heap_bytes(0)
     }
 
-    /// Returns the heap bytes that the blocks and the copies of their code would use after `more` further bytes were
-    /// allocated for each of the two.
+    /// Returns the heap bytes that the blocks and the copies of their code would use if each of the two allocated
+    /// `more` further bytes.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         self.blocks.heap_bytes(more) + self.cpu.code.snapshots.heap_bytes(more)
     }
@@ -96,16 +96,17 @@ impl Executor {
     pub(crate) fn forget_blocks(&mut self) {
         self.blocks.clear();
         self.cpu.forget_targets();
-        // SAFETY: all blocks of this pair that referred to snapshots are now freed or empty, and no target refers to a
-        // snapshot. Blocks of another pair are freed before any code uses them: see `pair`.
+        // SAFETY: all of this executor's blocks that referred to these snapshots are now freed or empty, and no target
+        // refers to a snapshot. Blocks of another executor that refer to them are freed before any code uses them: see
+        // `pair`.
         unsafe { self.cpu.code.snapshots.clear() };
     }
 
     /// Makes sure that the executor's blocks belong to its CPU. Call before using blocks.
     ///
-    /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. Blocks, and the snapshots that
-    /// they refer to, would then belong to different CPUs. So an executor's blocks and its CPU's snapshots store the
-    /// same number. If the numbers differ, both are emptied and get a new number.
+    /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. The blocks would then refer to
+    /// snapshots of another CPU. To detect this, an executor's blocks and its CPU's snapshots store the same number. If
+    /// the numbers differ, this function empties both, and gives them a new number.
     pub(crate) fn pair(&mut self) {
         if self.blocks.pair != self.cpu.code.snapshots.pair {
             self.forget_blocks();
@@ -113,14 +114,14 @@ impl Executor {
         }
     }
 
-    /// Gives the blocks and the CPU's snapshots a new number, which no other pair has ever had.
+    /// Gives the blocks and the CPU's snapshots a new number that was never used before.
     fn number(&mut self) {
         static PAIRS: AtomicU64 = AtomicU64::new(1);
         let pair = PAIRS.fetch_add(1, Ordering::Relaxed);
         (self.blocks.pair, self.cpu.code.snapshots.pair) = (pair, pair);
     }
 
-    /// Whether blocks are compiled before they run for the first time. This is never the case without a compiler.
+    /// Whether blocks are compiled before they run for the first time: never, in builds without the compiler.
     #[cfg(not(feature = "jit"))]
     pub(crate) fn compiles_at_once(&self) -> bool {
         false

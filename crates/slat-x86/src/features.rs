@@ -1,32 +1,33 @@
-//! The features of the guest's CPU beyond the baseline: those in its CPUID that this CPU implements.
+//! The features of the guest's CPU beyond the baseline: those that its CPUID reports and this CPU implements.
 //!
-//! If a feature is absent, its control bits are reserved and its instructions raise #UD, wherever hardware under KVM
-//! behaves this way.
+//! If a feature is absent, its control bits are reserved and its instructions raise #UD, if hardware under KVM behaves
+//! so, too.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
-/// EDX of CPUID leaf 0x8000_000a: the features of SVM that this CPU has.
+/// The features of SVM that this CPU has, as bits of EDX of CPUID leaf 0x8000_000a.
 pub mod svm {
     /// Nested paging.
     pub const NESTED_PAGING: u32 = 1 << 0;
     /// A #VMEXIT stores the address of the next instruction (nRIP).
     pub const NEXT_RIP: u32 = 1 << 3;
-    /// The guest's time-stamp counter can run at another rate.
+    /// A nested guest's time-stamp counter can run at another rate.
     pub const TSC_RATIO: u32 = 1 << 4;
-    /// TLB_CONTROL can flush one ASID.
+    /// TLB_CONTROL can flush the translations of one ASID.
     pub const FLUSH_BY_ASID: u32 = 1 << 6;
-    /// A #VMEXIT reports details of the instruction: the general register of MOV CR, the address of
-    /// INVLPG, the vector of INT.
+    /// A #VMEXIT reports details of the instruction, such as the general register of MOV CR, the address of INVLPG, or
+    /// the vector of INT.
     pub const DECODE_ASSISTS: u32 = 1 << 7;
-    /// PAUSE is intercepted only after a given number of PAUSEs has passed.
+    /// PAUSE is intercepted only after a given number of PAUSE instructions.
     pub const PAUSE_FILTER: u32 = 1 << 10;
-    /// The filter counts only PAUSEs that are close together.
+    /// The PAUSE filter counts only PAUSE instructions that are close together.
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
-    /// In a guest with nested paging, VMLOAD and VMSAVE can take guest-physical addresses of the guest.
+    /// In a nested guest with nested paging, VMLOAD and VMSAVE can run without a #VMEXIT. They then take guest-physical
+    /// addresses of the nested guest.
     pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
-    /// A nested guest can have its own GIF.
+    /// A nested guest can have its own global interrupt flag (GIF).
     pub const VIRTUAL_GIF: u32 = 1 << 16;
-    /// A nested guest can have its own NMIs.
+    /// A nested guest can have its own NMI mask.
     pub const VIRTUAL_NMI: u32 = 1 << 25;
     /// All features of nested virtualization that this CPU implements.
     pub const ALL: u32 = NESTED_PAGING
@@ -50,7 +51,7 @@ pub struct Features {
     pub(crate) efer: u64,
     /// The bits of XCR0 that can be set.
     pub(crate) xcr0: u64,
-    /// The offset of PKRU in the standard format of an XSAVE area.
+    /// The offset of PKRU in an XSAVE area of standard format.
     pub(crate) pkru_offset: usize,
     pub(crate) invpcid: bool,
     pub(crate) rdtscp: bool,
@@ -66,20 +67,20 @@ pub struct Features {
     pub(crate) cr8_legacy: bool,
     /// The bits of MXCSR that can be set.
     pub(crate) mxcsr: u32,
-    /// Whether CPUID names Intel as the vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) tells whether the CPU
-    /// behaves like Intel's.
+    /// Whether CPUID reports Intel as the vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) tells whether the CPU behaves
+    /// like an Intel CPU.
     pub(crate) is_intel: bool,
-    /// The features of SVM: bits of [`svm`].
+    /// The features of SVM: the bits of module [`svm`].
     pub(crate) svm: u32,
     /// The number of bits of a guest-physical address.
     pub(crate) physical_bits: u32,
 }
 
-/// The offset of PKRU that is used if CPUID reports none: the offset on Intel's CPUs.
+/// The offset of PKRU if CPUID reports no offset. It is the offset on Intel's CPUs.
 pub const PKRU_OFFSET: usize = 0xa80;
 /// The greatest number of bits of a guest-physical address.
 pub const PHYSICAL_BITS: u32 = 52;
-/// The number of bits of a guest-physical address if CPUID does not report it (SDM volume 2, CPUID leaf 0x8000_0008).
+/// The number of bits of a guest-physical address if CPUID reports no number (SDM volume 2, CPUID leaf 0x8000_0008).
 const PHYSICAL_BITS_UNTOLD: u32 = 36;
 
 /// The bits of CR4 that every CPU has: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
@@ -111,8 +112,8 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Returns the state components that this CPU has on this host. AVX instructions need the AVX component: without it
-/// they raise #UD.
+/// Returns the state components (bits of XCR0) that this CPU can have on this host. Without the AVX component, AVX
+/// instructions raise #UD.
 fn components() -> u64 {
     match has_avx() {
         true => xcr0::ALL,
@@ -156,8 +157,8 @@ impl Features {
         }
     }
 
-    /// Returns the features that a guest finds in its CPUID: `cpuid` returns EAX, EBX, ECX and EDX of
-    /// a leaf and a subleaf.
+    /// Returns the features that a guest finds in its CPUID. `cpuid` returns EAX, EBX, ECX and EDX for a leaf and a
+    /// subleaf.
     pub fn from_cpuid(cpuid: impl Fn(u32, u32) -> [u32; 4]) -> Self {
         let has = |leaf, register: usize, bit| cpuid(leaf, 0)[register] >> bit & 1 != 0;
         let cr4 = (CR4_FEATURES.iter())
@@ -178,7 +179,7 @@ impl Features {
             cr4,
             efer,
             xcr0: told & components() | xcr0::X87,
-            // The client's offset is used only if it is aligned, after the header, and below a limit that no known CPU
+            // Use the client's offset only if it is aligned, after the header, and below a limit that no known CPU
             // reaches.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,
@@ -220,7 +221,7 @@ impl Features {
         self.xcr0
     }
 
-    /// Whether the TSC_AUX MSR exists, which RDTSCP and RDPID read.
+    /// Whether the MSR TSC_AUX exists. RDTSCP and RDPID read it.
     pub fn has_tsc_aux(&self) -> bool {
         self.rdtscp || self.rdpid
     }
@@ -240,7 +241,7 @@ impl Features {
         self.physical_bits
     }
 
-    /// Whether these page-directory-pointer entries of PAE paging are valid: no present entry has a reserved bit set.
+    /// Whether these PDPTEs of PAE paging are valid: no present entry has a reserved bit set.
     pub(crate) fn valid_pdptes(&self, entries: &[u64; 4]) -> bool {
         let reserved = self.beyond_physical() | 0x1e6;
         entries

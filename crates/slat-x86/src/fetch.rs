@@ -1,4 +1,4 @@
-//! Fetches code from memory, or from the copies of code (`snapshot`).
+//! Fetches code from memory, or from the CPU's copies of code (`snapshot`).
 
 use crate::flow::Break;
 use crate::machine::{Access, Fault};
@@ -11,15 +11,15 @@ use slat_guard::Gone;
 use std::ptr::NonNull;
 
 impl Cpu {
-    /// Returns the snapshot of the page of `lin`. The caller has to check it. `None`: there is no
-    /// memory for a snapshot.
+    /// Returns the snapshot of the page of `lin`. The caller must check it before use. `None`: there is no memory for a
+    /// snapshot.
     pub(crate) fn snapshot(&mut self, lin: u64) -> Option<NonNull<Snapshot>> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
         self.code.snapshots.of(key).ok()
     }
 
-    /// Makes sure that the copied lines of `page` equal memory. If they do not, `page` begins a new edition. `lin` is
-    /// an address in the page, which a page fault would report.
+    /// Checks that the copied lines of `page` equal memory. If they do not, `page` begins a new edition. `lin` is the
+    /// address in the page that a page fault of the check would report.
     #[inline]
     pub(crate) fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         match page.stamp == self.code.clock.stamp {
@@ -28,8 +28,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`check_snapshot`](Self::check_snapshot), but does nothing if the check would need a translation. `page` is
-    /// the page of the code at `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
+    /// Like [`check_snapshot`](Self::check_snapshot), but gives up if the check would need a translation. `page` is the
+    /// page of the code at `rip`. Returns whether `page` is now current for this CPU, possibly in a new edition.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -46,7 +46,7 @@ impl Cpu {
                 page.host = self.code_host(lin)?;
                 page.generation = self.code.clock.generation();
             }
-            // The page is marked before the comparison, so that `version` belongs to the content that is compared.
+            // Mark the page before the comparison, so that `version` belongs to the content that is compared.
             let version = self.mark_code(page.host).unwrap_or(0);
             let is_known = page.host == before
                 && page.epoch == self.code.clock.epoch(page.is_user())
@@ -76,7 +76,7 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that `page` has a copy of the `len` bytes at `lin` that equals memory now.
+    /// Copies the `len` bytes of code at `lin` to `page`, unless `page` has a copy of them that equals memory.
     pub(crate) fn fetch(&mut self, page: &mut Snapshot, lin: u64, len: usize) -> Result<(), Break> {
         let (at, _) = Snapshot::split(lin);
         loop {
@@ -88,8 +88,8 @@ impl Cpu {
         }
     }
 
-    /// Marks the page of `host` as one with decoded code. Returns the page's version if the page is trusted: no CPU can
-    /// store to it unnoticed.
+    /// Marks the page of `host` as a page with decoded code. Returns the page's version if the page is trusted: then no
+    /// CPU can store to it without changing the version.
     fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
         let page = host as usize;
         let tlb = &mut self.fixed.tlb;
@@ -98,7 +98,7 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Heeds other CPUs' changes of code. Call if `attention` asks for it.
+    /// Acts on other CPUs' changes of code. Call if `attention` has the bit [`CodePages::CHANGED`].
     pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
         self.code.member.heed(attention, |pages| {
@@ -125,7 +125,7 @@ impl Cpu {
         self.gone(lin, host, Access::Execute)
     }
 
-    /// Returns the host address of the page of the code at `lin`, for code that is not kept (`once`).
+    /// Like [`code_host`](Self::code_host), but for code that is not kept (`once`).
     pub(crate) fn once_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
         if self.code.once.key != key || self.code.once.generation != self.code.clock.generation() {
@@ -139,7 +139,7 @@ impl Cpu {
         Ok(self.code.once.host)
     }
 
-    /// Reads the code at `lin`, in one page, from memory.
+    /// Copies the code at `lin`, which is in one page, from memory.
     pub(crate) fn copy_code(&mut self, lin: u64, code: &mut [u8]) -> Result<(), Break> {
         let (at, _) = Snapshot::split(lin);
         loop {

@@ -1,4 +1,4 @@
-//! Finds the block to execute, and makes sure that memory still holds the block's code.
+//! Finds the block to execute, and checks that memory still holds the block's code.
 
 use crate::block::{Block, MAX_OPS};
 use crate::blocks::{CODE_BYTES, RESERVE};
@@ -11,17 +11,17 @@ use crate::snapshot::{Place, Snapshot};
 use std::ptr::NonNull;
 
 impl Executor {
-    /// Frees all blocks if one more block could exceed [`CODE_BYTES`]. Call while no block is running.
+    /// Frees all blocks if memory for one more block might exceed [`CODE_BYTES`]. Call while no block is running.
     fn make_room(&mut self) {
         self.blocks.reserve();
-        // One block has code in at most two pages.
+        // Reserve two snapshots: a block has code in at most two pages.
         self.code.snapshots.reserve(2);
         if self.heap_bytes(RESERVE) > CODE_BYTES {
             self.forget_blocks();
         }
     }
 
-    /// Returns the block at RIP. Its code was verified to equal memory. The block stays valid until the next call.
+    /// Returns the block at RIP, after checking that its code equals memory. The block stays valid until the next call.
     #[inline(always)]
     pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
@@ -79,7 +79,7 @@ impl Executor {
         }
     }
 
-    /// Returns a block that consists of only the instruction at RIP. The block stays valid until the next call.
+    /// Returns a block of only the instruction at RIP. The block stays valid until the next call.
     pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
         self.check_code_limit(rip)?;
@@ -98,8 +98,7 @@ impl Executor {
         Ok(found)
     }
 
-    /// Whether `block` may be executed, because memory holds the bytes that it was decoded from.
-    /// `false` for an empty block.
+    /// Whether `block` may be executed: memory holds the bytes from which it was decoded. `false` for an empty block.
     pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
         let Some(mut first) = block.first else {
             return Ok(false);
@@ -109,8 +108,8 @@ impl Executor {
         if !self.holds(&mut first, lin, block.parts().0)? {
             return Ok(false);
         }
-        // The second page is checked last, because the instruction crosses into the second page only if the first page
-        // still has its first part.
+        // Check the second page last: unless the first page still holds the first part of the instruction, the
+        // instruction may not reach into the second page.
         if let Some(mut second) = block.second {
             if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
                 return Ok(false);
@@ -124,7 +123,7 @@ impl Executor {
         Ok(true)
     }
 
-    /// Whether memory holds `code` at `lin`. `place` is the code's page.
+    /// Whether memory holds `code` at `lin`. `place` refers to the snapshot of the code's page.
     fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
         // SAFETY: a block's snapshots live until `Snapshots::clear`; nothing else refers to one while no block is
         // running.
@@ -142,8 +141,8 @@ impl Executor {
         Ok(same)
     }
 
-    /// Drops the compiled code of `block` if memory no longer holds the region's other code. Call after `block` itself
-    /// was compared with memory.
+    /// Drops the compiled code of `block` if memory no longer holds all guest code of its region. Call after comparing
+    /// `block` itself with memory.
     fn verify_region(&self, block: &mut Block) {
         #[cfg(feature = "jit")]
         if let Some(entrance) = &block.entrance
@@ -155,7 +154,8 @@ impl Executor {
         let _ = block;
     }
 
-    /// Whether memory still holds the code of `block`, which was not kept. If so, the code need not be decoded again.
+    /// Whether memory still holds the code of `block`, which is not a kept block. If so, the code need not be decoded
+    /// again.
     pub(crate) fn holds_once(&mut self, block: &Block) -> Result<bool, Break> {
         let (code, beyond) = block.parts();
         if code.is_empty() || !beyond.is_empty() {
@@ -163,7 +163,8 @@ impl Executor {
         }
         let (at, _) = Snapshot::split(block.key.lin);
         let host = self.once_host(block.key.lin)?.wrapping_add(at);
-        // SAFETY: `host` was translated in this generation. All of `code` is in that page, and the access is guarded.
+        // SAFETY: `host` was translated in this generation of the clock. All of `code` is in that page, and the access
+        // is guarded.
         Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
     }
 }

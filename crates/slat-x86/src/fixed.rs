@@ -1,8 +1,8 @@
 //! The memory of fixed size that a CPU allocates when it is made: its software TLB, the table that finds compiled
 //! code, and the queues between an instruction and the device model.
 //!
-//! All of this memory begins as zeroes, and the host provides each page at first use. So a CPU that hardly runs uses
-//! little memory. Running the guest allocates no other memory, except for kept blocks.
+//! All of this memory is initially zero, and the host provides each page at first use. So a CPU that hardly runs uses
+//! little memory. While the guest runs, the CPU allocates no other memory, except for kept blocks.
 
 #[cfg(feature = "jit")]
 use crate::compiled::Targets;
@@ -11,9 +11,9 @@ use crate::heap::Zeroed;
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
-    /// The data for the reads of the instruction at RIP, in the order of these reads.
+    /// The data that the client has provided for the reads of the instruction at RIP, in the order of the reads.
     pub(crate) answers: Fragments,
-    /// Writes that are not passed to the device model yet.
+    /// Writes that the device model has not received yet.
     pub(crate) writes: Fragments,
     /// The data that a string input (INS) has read.
     pub(crate) input: Input,

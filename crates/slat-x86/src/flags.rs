@@ -5,8 +5,9 @@
 //! operations compute their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In
 //! every record, CF is `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
 //!
-//! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record the operands `x` and `y` of
-//! a subtraction, from which CF, OF and AF follow. The result of SUB is the difference; the result of ADD is `x`.
+//! ADD and SUB can be handled alike, because `a + b = r` means `r - b = a`. Both record as `x` and `y` the operands of
+//! a subtraction, from which CF, OF and AF follow. For SUB, the result is the difference of `x` and `y`; for ADD, it is
+//! `x`.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -15,8 +16,8 @@ use crate::sem::alu::Cmp;
 use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
-/// Reads the flags from the record, or from RFLAGS if there is no record. Values are zero-extended. In a difference,
-/// the bits beyond the operand's size are undefined.
+/// Reads flags from the record, or from RFLAGS if there is no record. Values are zero-extended, except that the bits of
+/// a difference beyond the operand's size are undefined.
 struct Read<'a>(&'a Cpu);
 
 impl Read<'_> {
@@ -33,7 +34,7 @@ impl Read<'_> {
     }
 }
 
-/// Defines functions whose result is an expression of their arguments.
+/// Defines functions whose result is one expression of their arguments.
 macro_rules! functions {
     ($($name:ident($($a:ident: $of:ty),*) -> $result:ty = $value:expr;)*) => {
         $(
@@ -127,7 +128,7 @@ impl Readable for Read<'_> {
     fn kept(&mut self, (): ()) -> bool {
         self.0.lazy.carry()
     }
-    /// Returns CF, which every record of lazy flags stores in the same way.
+    /// Returns CF, which is `x < y` in every record.
     #[inline(always)]
     fn carry(&mut self) -> bool {
         self.0.lazy.carry()
@@ -135,7 +136,7 @@ impl Readable for Read<'_> {
 }
 
 impl Cpu {
-    /// Records the flags that an instruction sets.
+    /// Records the flags that an instruction sets, as `sem` has returned them.
     #[inline(always)]
     pub(crate) fn note<T: Int>(&mut self, flags: FlagsOf<Now<T>>) {
         let lazy = &mut self.lazy;
@@ -161,7 +162,8 @@ impl Cpu {
             Flags::Inc { result, .. } => (INC, result),
             Flags::Dec { result, .. } => (DEC, result),
             Flags::Shl { before, result } => {
-                // CF is the sign bit of `before`.
+                // CF is the last bit that was shifted out: the sign bit of `before`. Choose `x` so that `x < y` is that
+                // bit.
                 (lazy.x, lazy.y) = (u64::MAX >> (65 - T::BITS), before.zx());
                 (SHL, result)
             }
@@ -194,13 +196,13 @@ impl Cpu {
         lazy.result = result.zx();
     }
 
-    /// Records a comparison of `a` with `b`.
+    /// Records the flags of a comparison of `a` with `b`.
     #[inline(always)]
     pub(crate) fn note_comparison<T: Int>(&mut self, a: T, b: T) {
         self.note(Cmp::apply(&mut Now::new(), a, b, false).1);
     }
 
-    /// Sets all arithmetic flags at once: CF, OF and AF as given, and ZF, SF and PF from the result.
+    /// Sets all arithmetic flags: CF, OF and AF from arguments, and ZF, SF and PF from the result.
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
         let aux = Some(aux);
@@ -212,7 +214,7 @@ impl Cpu {
         });
     }
 
-    /// Sets CF, if `carry` is given, and OF, if `overflow` is given.
+    /// Sets CF and OF, each only if its argument is not `None`.
     pub(crate) fn rotate_flags(&mut self, carry: Option<bool>, overflow: Option<bool>) {
         let mut read = Read(self);
         let top = read.top();
@@ -284,20 +286,20 @@ impl Cpu {
         Read(self).zero()
     }
 
-    /// Returns the condition that operation `A` has as an input; `false` if it has none.
+    /// Returns the flag that operation `A` needs as an input, or `false` if it needs none.
     #[inline(always)]
     pub(crate) fn input_of<A: Operation>(&self) -> bool {
         A::READS.is_some_and(|cc| condition(&mut Read(self), cc))
     }
 
-    /// Whether condition `CC` (the low four bits of Jcc's opcode) holds.
+    /// Whether condition `CC` holds. `CC` is the low four bits of Jcc's opcode.
     #[inline(always)]
     pub(crate) fn condition<const CC: u8>(&self) -> bool {
         condition(&mut Read(self), CC)
     }
 }
 
-/// Calls a function that is generic over a condition, with the condition `$cc`.
+/// Calls a function that is generic over a condition, for the condition number `$cc`.
 macro_rules! by_condition {
     ($cc:expr, $($f:ident)::+ $(, $t:ty)*) => {
         match $cc & 15 {

@@ -1,6 +1,6 @@
-//! The end of an instruction.
+//! How an instruction ends.
 
-/// The end of an instruction, if execution does not simply continue with the next instruction.
+/// How an instruction ends, if execution does not simply continue with the next instruction.
 ///
 /// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
 /// nothing.
@@ -9,17 +9,16 @@
 pub enum Break {
     /// The instruction is done, and has set `state.rip`.
     Jump,
-    /// The instruction is done. The block ends before the next instruction, because something that blocks depend on has
-    /// changed.
+    /// The instruction is done. The block ends after it, because something that blocks depend on has changed.
     End,
     /// [`Cpu::raise`](crate::Cpu) has recorded a fault. The instruction has had no effect.
     Exception,
     /// [`Cpu::raise`](crate::Cpu) has recorded a fault after a task switch. The fault belongs to the new task, whose
-    /// registers are in `state`.
+    /// registers are already in `state`.
     TaskFault,
-    /// The instruction has had no effect, and starts again at the block boundary.
+    /// The instruction has had no effect, and will be executed again after the work of a block boundary.
     Retry,
-    /// A #VMEXIT of the nested guest is [due](crate::svm), before the instruction. The instruction has had no effect.
+    /// A #VMEXIT of the nested guest is [due](crate::svm), before this instruction, which has had no effect.
     VmExit,
     /// The run ends with the recorded exit. The instruction has had no effect.
     Exit,
@@ -27,5 +26,5 @@ pub enum Break {
     ExitAfter,
 }
 
-/// The result of a handler. `Ok`: execution continues with the next operation of the block.
+/// The result of a handler. `Ok`: execution continues with the block's next operation.
 pub type Flow = Result<(), Break>;

@@ -1,7 +1,6 @@
-//! Words that an instruction or an event pushes on the stack together.
+//! Words that an instruction or an event pushes on the stack with one store.
 
-/// Up to `BYTES` bytes that will be pushed on a stack. They are in memory order, so the word that is pushed last comes
-/// first.
+/// Up to `BYTES` bytes to push on a stack. They are in memory order, so the word that is pushed last comes first.
 pub(crate) struct Frame<const BYTES: usize> {
     bytes: [u8; BYTES],
     /// The index of the first byte of the word that was pushed last.

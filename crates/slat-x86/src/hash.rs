@@ -1,5 +1,5 @@
-//! Hashes block keys. The hash multiplies each word and folds the product. It uses a seed that the guest does not know.
-//! So a guest cannot choose addresses that make looking up its code slow.
+//! Hashes block keys. The hash multiplies each word by a constant and folds the product. It begins with a seed that the
+//! guest does not know, so a guest cannot choose addresses that make looking up its code slow.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 

@@ -1,4 +1,4 @@
-//! Heap allocations that return [`OutOfMemory`], where `Box::new` and `Vec::push` would abort.
+//! Heap allocations that return [`OutOfMemory`] where `Box::new` and `Vec::push` would abort.
 
 use std::alloc::{Layout, alloc};
 use std::fmt;
@@ -38,13 +38,13 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` that begins as zeroes, in its own pages. The host provides memory for each page at first use. (Zeroed heap
-/// memory may use memory at once, because the heap clears memory that it reuses.)
+/// A `T` that is initially zero, in pages of its own. The host provides memory for each page at first use. (Zeroed
+/// memory of the heap may use memory at once, because the heap clears memory that it reuses.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
-// SAFETY: the value owns its `T`, like a box.
+// SAFETY: the value owns its `T`, as a box does.
 unsafe impl<T: Send> Send for Pages<T> {}
-// SAFETY: the value owns its `T`, like a box.
+// SAFETY: the value owns its `T`, as a box does.
 unsafe impl<T: Sync> Sync for Pages<T> {}
 
 impl<T: Zeroed> Pages<T> {
@@ -58,9 +58,9 @@ impl<T: Zeroed> Pages<T> {
         if memory == libc::MAP_FAILED {
             return Err(OutOfMemory);
         }
-        // A huge page would provide memory for all of this at once, whether the CPU uses it or not. On a host without
-        // huge pages the call fails, which does no harm.
-        // SAFETY: the mapping was made just now, and only this function knows it.
+        // A huge page would provide memory for all of this at once, even if the CPU uses little of it. On a host
+        // without huge pages the call fails, which does no harm. SAFETY: the mapping was made just now, and only this
+        // function knows it.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }
@@ -108,13 +108,13 @@ pub(crate) fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<(), OutOfMemory
         .map_err(|_| OutOfMemory)
 }
 
-/// Whether the heap has `bytes` contiguous bytes now.
+/// Checks that the heap can provide `bytes` contiguous bytes now.
 pub(crate) fn probe(bytes: usize) -> Result<(), OutOfMemory> {
     vec::<u8>(bytes).map(drop)
 }
 
-/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes each. The number of
-/// entries is a power of two, and at most seven eighths of them are used. Each entry needs one more byte.
+/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes each. The table's size
+/// is a power of two, and at most seven eighths of it are used. Each entry needs one more byte.
 pub(crate) fn map_bytes(capacity: usize, entry: usize) -> usize {
     (capacity * 8 / 7).next_power_of_two() * (entry + 1)
 }

@@ -18,9 +18,10 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The number of times that a block is entered between two checks for compiled code.
+/// After the compilation of a block was requested, the number of entries of the block between two checks for the
+/// result.
 const LOOK: u32 = 64;
-/// The greatest number of blocks of a region. The next constant is its greatest number of bytes.
+/// The greatest number of blocks of a region. The next constant is the greatest number of bytes of its guest code.
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
@@ -38,7 +39,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Whether blocks are compiled before they run for the first time.
+    /// Whether blocks are compiled before they run for the first time, as in tests.
     pub(crate) fn compiles_at_once(&self) -> bool {
         (self.client.as_ref()).is_some_and(|client| client.compile != Compile::Hot)
     }
@@ -64,14 +65,14 @@ impl Executor {
         }
     }
 
-    /// Call when `attention` ends a run. Samples need this to happen at least every few milliseconds.
+    /// Call when `attention` ends a run. Sampling hot regions needs this at least every few milliseconds.
     pub(crate) fn note_interrupted(&mut self) {
         self.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run, if `attention` ended the last run there. The block is then
-    /// a *sample* of the code that takes the time. At the second sample of a region, Cranelift compiles it. This takes
-    /// less time than has passed since the first sample.
+    /// Call when a block with compiled code is about to run, and `attention` has ended the last run at this block. That
+    /// makes the block a *sample* of the code that takes much time. At the second sample of a region, requests its
+    /// compilation by Cranelift, which takes less time than has passed since the first sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
@@ -94,9 +95,9 @@ impl Executor {
         self.take_compiled();
     }
 
-    /// Returns the block whose region was running when the run was interrupted. `next` is the block that runs next. A
-    /// region without loops ends before it checks `attention`, so `next` may belong to another region. If the sample
-    /// were always `next`, code without loops would never be sampled.
+    /// Returns the block whose region was running when `attention` ended the run. `next` is the block that runs next.
+    /// It may belong to another region: a region without loops ends before it checks `attention`. If `next` were always
+    /// sampled, code without loops would never be.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: a block lives until all blocks are freed, which this function does not do.
         let next_block = unsafe { next.as_ref() };
@@ -128,7 +129,7 @@ impl Executor {
         next
     }
 
-    /// Requests compilation of a block together with the blocks around it, unless it was already requested.
+    /// Requests compilation of a block and of the blocks around it, unless that was requested before.
     fn submit(&self, block: &Block, tier: Tier) {
         let Some(client) = &self.client else {
             return;
@@ -143,15 +144,15 @@ impl Executor {
         }
     }
 
-    /// Installs the results of finished compilations. May free all blocks. Call while no block is running.
+    /// Installs the results of finished compilations. This may free all blocks. Call while no block is running.
     fn take_compiled(&mut self) {
         let Some(client) = &self.client else {
             return;
         };
         let done = client.compiler.take(client.number);
         if done.is_refused {
-            // The region was refused for lack of memory. Dropping all blocks frees memory. Hot code will be compiled
-            // again; code that no longer runs will not.
+            // The region was refused for lack of memory. Drop all blocks to free memory: hot code will be compiled
+            // again, and code that no longer runs will not.
             return self.forget_blocks();
         }
         for (region, page) in done.regions {
@@ -159,9 +160,9 @@ impl Executor {
         }
     }
 
-    /// If code for `block` was already compiled, for another CPU or earlier, attaches this code to `block` and to the
-    /// other blocks of its region. The code must be of `tier` or a better tier, and memory must hold the guest code for
-    /// which it was compiled. Returns whether there was such code. Call while no block is running.
+    /// If code for `block` was already compiled, earlier or for another CPU, attaches it to `block` and to the other
+    /// blocks of its region. The code must be of `tier` or better, and memory must hold the guest code from which it
+    /// was compiled. Returns whether there was such code. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
         // SAFETY: a block lives until all blocks are freed. `block` is not used after the blocks of the region begin to
         // change.
@@ -173,7 +174,7 @@ impl Executor {
             return false;
         }
         let (key, bytes) = (&block.key, block.parts().0);
-        // Cranelift's code is tried first, because it is better.
+        // Look for Cranelift's code first, because it is better.
         let good = [Tier::Full, Tier::Baseline]
             .into_iter()
             .find_map(|made_by| {
@@ -190,7 +191,8 @@ impl Executor {
         true
     }
 
-    /// Attaches a region's code to the region's blocks. `page` is the base of the region's addresses.
+    /// Attaches a region's code to the kept blocks that it contains. `page` is the address to which the region's
+    /// offsets are relative.
     fn install(&mut self, region: &Arc<Region>, page: u64) {
         self.counters.regions += 1;
         let mut is_instead = false;
@@ -207,7 +209,7 @@ impl Executor {
         }
     }
 
-    /// Collects the blocks of a region: `block`, and the kept blocks of its page that may follow it. Also returns the
+    /// Collects the blocks of a region: `block`, and the kept blocks in its page that can follow it. Also returns the
     /// address to which the offsets of the region's blocks are relative.
     fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
@@ -221,7 +223,7 @@ impl Executor {
             blocks: heap::vec(BLOCKS)?,
         };
         let mut bytes = 0;
-        // A region has one first block, and each block has at most two successors.
+        // The list never holds more than the first block and two successors of each block.
         let mut wanted = heap::vec(1 + 2 * BLOCKS)?;
         wanted.push(block.key.rip);
         let mut next = 0;
@@ -240,14 +242,14 @@ impl Executor {
             // SAFETY: a kept block is alive, and no thread changes it while no block is running.
             let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
-            // A block that has rarely run is left out, because it would only make the region larger. A block that
-            // already has compiled code counts as warm, even if the interpreter has never run it.
+            // Leave out a block that has rarely run: it would only make the region larger. A block with compiled code
+            // counts as warm, even if the interpreter has never run it.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
                 || self.compiles_at_once();
-            // If a block already has a region, the new region leaves the block out, and continues in that region.
-            // Without this rule, each block was compiled twice when a guest booted.
+            // Leave out a block that has a region: the new region will continue there. Without this rule, each block
+            // was compiled twice when a guest booted.
             let is_known = tier == Tier::Baseline
                 && rip != block.key.rip
                 && found.entrance.is_some()
@@ -255,8 +257,8 @@ impl Executor {
             if is_known {
                 continue;
             }
-            // Memory must still hold the block's code. If the block has not run for a while, its code was not compared
-            // with memory in this time.
+            // Leave out the block unless memory still holds its code: it may not have been compared with memory for a
+            // while, if it has not run.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -270,7 +272,7 @@ impl Executor {
             copy.extend_from_slice(code);
             source.blocks.push((place, copy));
             bytes += code.len();
-            // A region that Cranelift compiles can be entered only at its first block.
+            // Cranelift's regions can be entered only at their first block.
             if tier == Tier::Baseline || rip == block.key.rip {
                 found.asked.set(Some(tier).max(found.asked.get()));
             }
@@ -289,8 +291,8 @@ impl Executor {
         Ok((source, page))
     }
 
-    /// Adds the compiled code of a current block to the targets, so that regions can continue there. Returns the code's
-    /// address.
+    /// Enters the compiled code of a current block into the targets, so that regions can continue in it. Returns the
+    /// code's address.
     fn make_known(&mut self, block: &Block) -> Option<*const u8> {
         let code = block.entrance.as_ref()?.code;
         let page = block.first.as_ref()?.page.as_ptr();
@@ -314,9 +316,9 @@ impl Executor {
         Some(code)
     }
 
-    /// Makes sure that targets match the CPU's mode and code segment. A target is found by RIP alone. In code with
-    /// segments this is not enough, so this function drops all targets if the base of CS has changed. While regions
-    /// run, mode and base do not change.
+    /// Makes sure that all valid targets were stored for the CPU's present mode and code segment. A target is found by
+    /// RIP alone, which is not enough if segments have bases: so drops all targets if the base of CS has changed. While
+    /// regions run, mode and base do not change.
     fn tell_targets_apart(&mut self) {
         if mode::has_segments(self.mode) && self.code_base != self.state.cs.base {
             self.code_base = self.state.cs.base;
@@ -325,7 +327,7 @@ impl Executor {
         self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
     }
 
-    /// Runs the region of a block, and the regions in which it continues. May free the block.
+    /// Runs the region of a block, and the regions in which it continues. This may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
         self.compiled.ran = 0;
@@ -338,7 +340,7 @@ impl Executor {
         let status = unsafe { dispatch(ptr::from_mut(&mut self.cpu), code) };
         self.end_floats();
         let status = Status::of(status).unwrap_or_else(|| {
-            // `status` is the address of an access that failed.
+            // `status` is the host address of a guarded access that failed.
             let step = self.blocks.step_at(status as usize);
             self.compiled.step = step.expect("a region that runs belongs to a block").cast();
             Status::Interpret
@@ -356,7 +358,7 @@ impl Executor {
         self.stopped(&stopped?, status)
     }
 
-    /// Continues after compiled code has stopped at an instruction, to which RIP points.
+    /// Continues in the interpreter after compiled code has stopped at the instruction at RIP.
     fn stopped(&mut self, step: &Step, status: Status) -> Option<Exit> {
         match status {
             Status::Interpret if self.code.walk_changed => {
@@ -377,13 +379,14 @@ impl Executor {
             Status::Interpret => {
                 // SAFETY: `attention` was set for this run, and is valid during the run.
                 let attention = unsafe { &*self.compiled.attention };
-                // The caller's kick may have interrupted the access. If so, repeating the access now would wait again,
-                // and no kick would end that wait.
+                // A kick by the caller may have interrupted the access. Repeating the access now would wait again, and
+                // no further kick would end that wait.
                 if attention.load(Ordering::Relaxed) != 0 {
                     self.devices.met = None;
                     return None;
                 }
-                // The access will be made again, perhaps at another address. So the flag of this attempt is cleared.
+                // The instruction makes the access again, perhaps at another address. So clear what this attempt has
+                // recorded.
                 self.raised.noncanonical = false;
                 let exit = match self.find_block() {
                     // SAFETY: a block lives until all blocks are freed, which happens only in `find_block`, and nothing
@@ -411,7 +414,7 @@ mod tests {
     use crate::pool::Pool;
 
     fn source(rip: u64) -> Source {
-        // inc eax; jmp to the next block
+        // The code is `inc eax` and a `jmp` to the next block.
         Source {
             kind: Kind {
                 mode: 2,

@@ -2,7 +2,7 @@
 
 use slat_guard::Word;
 
-/// The general registers of a CPU. This layer uses no other part of the CPU.
+/// The general registers of a CPU: all that this module needs of a CPU.
 pub(crate) trait Registers {
     fn gpr(&self) -> &[u64; 16];
     fn gpr_mut(&mut self) -> &mut [u64; 16];
@@ -14,16 +14,16 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     const BITS: u32;
     /// The width in bytes.
     const BYTES: u64 = (Self::BITS / 8) as u64;
-    /// The index of the size: 0 for a byte, 3 for a quadword.
+    /// The logarithm of the width in bytes: 0 for a byte, 3 for a quadword.
     const SIZE: u8;
     fn zx(self) -> u64;
     fn sx(self) -> i64;
-    /// Returns the low bits of `v`.
+    /// Truncates `v` to this width.
     fn of(v: u64) -> Self;
     /// Reads register `r`. For bytes, the numbers 16 to 19 are AH, CH, DH and BH.
     fn get(cpu: &impl Registers, r: u8) -> Self;
-    /// Writes register `r`. Writing a doubleword clears the upper half of the register. Smaller sizes leave the rest of
-    /// the register unchanged.
+    /// Writes register `r`. Writing 32 bits clears the upper half of the register; writing 8 or 16 bits leaves the rest
+    /// of the register unchanged.
     fn set(cpu: &mut impl Registers, r: u8, v: Self);
     /// Returns the sign bit.
     #[inline(always)]
@@ -101,7 +101,7 @@ int!(
     }
 );
 
-/// Calls a function that is generic over the operand size. `$size` is the index of the size.
+/// Calls a function that is generic over the operand size. `$size` is the logarithm of the size in bytes.
 macro_rules! by_size {
     ($size:expr, $($f:ident)::+ $(, $more:ty)*) => {
         match $size {

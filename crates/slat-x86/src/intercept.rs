@@ -1,8 +1,8 @@
 //! Intercepts: the instructions and events that cause a #VMEXIT of a nested guest (AMD64 volume 2, 15.7 to 15.13).
 //!
-//! The number of an intercept is the exit code of its #VMEXIT, and its bit is at that number in the intercept vectors
-//! of the control area. If an instruction can be intercepted, its handler calls a function of this file, after the
-//! checks whose exceptions have precedence (15.7). The compiler translates none of these instructions, so compiled code
+//! An intercept is identified by the exit code of its #VMEXIT, which is also the number of its bit in the intercept
+//! vectors of the control area. The handler of an instruction that can be intercepted calls a function of this file,
+//! after the checks whose exceptions have precedence (15.7). Compiled code does not translate these instructions, but
 //! calls the same handlers. Outside guest mode the call costs one load and one branch.
 
 use crate::Cpu;
@@ -12,18 +12,18 @@ use crate::op::{Break, Op};
 use crate::state::Exception;
 use crate::vector;
 
-/// The bit of EXITINFO1 that says that MOV made the access to a control register, and that bits 3:0 are the number of
-/// the general register (decode assists).
+/// A bit of EXITINFO1 (decode assists): the access to the control register was made by MOV, and bits 3:0 are the number
+/// of the general register.
 const CR_BY_MOV: u64 = 1 << 63;
 
 impl Cpu {
-    /// Causes a #VMEXIT before `op` if the hypervisor intercepts `code`.
+    /// Causes a #VMEXIT with exit code `code` before `op`, if the hypervisor intercepts it.
     #[inline(always)]
     pub(crate) fn intercept(&mut self, op: &Op, code: u64) -> Result<(), Break> {
         self.intercept_with(op, code, 0)
     }
 
-    /// Like [`intercept`](Self::intercept), but with a value of EXITINFO1.
+    /// Like [`intercept`](Self::intercept), but with a value for EXITINFO1.
     #[inline(always)]
     pub(crate) fn intercept_with(&mut self, op: &Op, code: u64, info_1: u64) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -47,7 +47,7 @@ impl Cpu {
         }
     }
 
-    /// Causes a #VMEXIT before `op`.
+    /// Causes a #VMEXIT before `op`, without looking at the intercept vectors.
     #[cold]
     pub(super) fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
         let next_rip = self.next_rip(op);
@@ -60,13 +60,13 @@ impl Cpu {
         })
     }
 
-    /// Intercepts MOV from control register `number` to a general register, if the hypervisor asks for it.
+    /// Causes a #VMEXIT if the hypervisor intercepts MOV from control register `number`.
     pub(crate) fn intercept_cr_read(&mut self, op: &Op, number: u8) -> Result<(), Break> {
         let info = CR_BY_MOV | u64::from(op.r[0] & 15);
         self.intercept_with(op, code::CR_READ + u64::from(number), info)
     }
 
-    /// Intercepts MOV of `value` to control register `number`, if the hypervisor asks for it.
+    /// Causes a #VMEXIT if the hypervisor intercepts MOV of `value` to control register `number`.
     pub(crate) fn intercept_cr_write(
         &mut self,
         op: &Op,
@@ -76,7 +76,7 @@ impl Cpu {
         use crate::state::control::{CR0_ET, CR0_MP, CR0_TS};
         let info = CR_BY_MOV | u64::from(op.r[1] & 15);
         self.intercept_with(op, code::CR_WRITE + u64::from(number), info)?;
-        // The selective intercept applies only if the write to CR0 changes bits other than TS and MP.
+        // The selective intercept of writes to CR0 ignores a write that changes only TS and MP.
         let changed = (value ^ self.state.cr0) & !(CR0_TS | CR0_MP | CR0_ET);
         match number == 0 && changed != 0 {
             true => self.intercept_with(op, code::CR0_SELECTIVE, info),
@@ -84,15 +84,15 @@ impl Cpu {
         }
     }
 
-    /// Intercepts LMSW, if the hypervisor asks for it. The selective intercept applies to every LMSW, even if it
-    /// changes only TS and MP.
+    /// Causes a #VMEXIT if the hypervisor intercepts LMSW. The selective intercept of CR0 applies to every LMSW, even
+    /// if it changes only TS and MP.
     pub(crate) fn intercept_lmsw(&mut self, op: &Op) -> Result<(), Break> {
         self.intercept(op, code::CR_WRITE)?;
         self.intercept(op, code::CR0_SELECTIVE)
     }
 
-    /// Intercepts an access to an MSR, if the map of MSR permissions says so (15.11). An access to an MSR that the map
-    /// does not cover is always intercepted.
+    /// Causes a #VMEXIT if the map of MSR permissions intercepts this access (15.11). MSRs that the map does not cover
+    /// are always intercepted.
     #[inline(always)]
     pub(crate) fn intercept_msr(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -127,8 +127,8 @@ impl Cpu {
         }
     }
 
-    /// Intercepts a port access, if the map of I/O permissions says so (15.10). `info` is EXITINFO1
-    /// without port and size.
+    /// Causes a #VMEXIT if the map of I/O permissions intercepts this port access (15.10). `info` is EXITINFO1 without
+    /// port and size.
     #[inline(always)]
     pub(crate) fn intercept_port(&mut self, op: &Op, port: u16, info: u64) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -145,7 +145,7 @@ impl Cpu {
         let bytes = 1u64 << op.size;
         let mut bits = [0xff; 2];
         let at = self.svm.control.io_map() + u64::from(port / 8);
-        // The map has one more byte, which belongs to ports beyond 0xffff.
+        // Two bytes are needed for several ports; the map has one more byte after that of port 0xffff.
         if self.read_physical(at, &mut bits[..1])? && self.read_physical(at + 1, &mut bits[1..])? {
             let bits = u64::from(u16::from_le_bytes(bits)) >> (port % 8);
             if bits & ((1 << bytes) - 1) == 0 {
@@ -157,8 +157,8 @@ impl Cpu {
         Err(self.exit_at(op, code::IO, info_1, next_rip))
     }
 
-    /// Intercepts a switch to the task of a TSS selector, if the hypervisor asks for it (15.14.1). `initiator` gives
-    /// EXITINFO2. The old task continues at `return_rip`.
+    /// Causes a #VMEXIT if the hypervisor intercepts task switches (15.14.1), for a switch to the task of a TSS
+    /// selector. EXITINFO2 depends on `initiator`. The old task would continue at `return_rip`.
     pub(crate) fn intercept_task_switch(
         &mut self,
         tss: u16,
@@ -177,26 +177,26 @@ impl Cpu {
         }))
     }
 
-    /// Intercepts an exception that an instruction raises on purpose (INT3, INTO, INT1), if the hypervisor asks for it.
+    /// Causes a #VMEXIT if the hypervisor intercepts the exception that INT3, INTO or INT1 raises on purpose.
     pub(crate) fn intercept_trap(&mut self, op: &Op, vector: u8) -> Result<(), Break> {
         self.intercept(op, code::EXCEPTION + u64::from(vector))
     }
 
-    /// Intercepts PAUSE, if the hypervisor asks for it. The PAUSE filter lets a number of PAUSEs pass before that
+    /// Causes a #VMEXIT if the hypervisor intercepts PAUSE. With the PAUSE filter, a number of PAUSEs pass before that
     /// (15.14.4).
     pub(crate) fn intercept_pause(&mut self, op: &Op) -> Result<(), Break> {
         if !self.svm.is_guest() || !self.svm.control.intercepts(code::PAUSE) {
             return Ok(());
         }
-        // The filter's cycles are counted in instructions, so that the speed of the host does not matter.
+        // Count instructions instead of cycles, so that the speed of the host has no influence.
         let now = self.instructions();
         let (count, threshold) = self.svm.control.pause_filter();
         let pauses = &mut self.svm.pauses;
         let since = now.wrapping_sub(pauses.last);
         pauses.last = now;
         if threshold != 0 && since > threshold.into() {
-            // The guest has executed other code since the last PAUSE, so this PAUSE belongs to another loop, and the
-            // count starts again.
+            // The guest has executed much other code since the last PAUSE. So this PAUSE belongs to another loop, and
+            // the count starts again.
             pauses.left = count;
         }
         match pauses.left.checked_sub(1) {
@@ -208,14 +208,14 @@ impl Cpu {
         }
     }
 
-    /// Whether the hypervisor intercepts exceptions with this vector.
+    /// Whether the hypervisor intercepts exceptions with this vector. `false` outside guest mode.
     pub(crate) fn intercepts_exception(&self, vector: u8) -> bool {
         let code = code::EXCEPTION + u64::from(vector & 31);
         self.svm.is_guest() && self.svm.control.intercepts(code)
     }
 
-    /// Makes an exception pending for the guest's handler, or for the hypervisor if it intercepts the exception.
-    /// `address` becomes CR2 for a page fault that is not intercepted.
+    /// Records an exception: as pending for the guest's handler, or as a #VMEXIT if the hypervisor intercepts it.
+    /// `address` becomes CR2, if this is a page fault that is not intercepted.
     pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
         self.slow = true;
         let Exception { vector, error } = exception;

@@ -1,8 +1,9 @@
 //! Delivery of exceptions and interrupts.
 //!
-//! A delivery first reads all data and writes the stack frame. Only then it changes registers. So the delivery can be
-//! abandoned at any memory access and start again. Pending events are in `state.events`. An exception during the
-//! delivery of another exception becomes a double fault; a third one ends the run with [`Exit::Shutdown`].
+//! A delivery first reads all data and writes the stack frame, and only then changes registers. So the CPU can abandon
+//! it at any memory access, and start it again. Pending events are in `state.events`. An exception during the delivery
+//! of another exception becomes a double fault; an exception during the delivery of that ends the run with
+//! [`Exit::Shutdown`].
 
 use crate::frame::Frame;
 use crate::machine::Exit;
@@ -15,9 +16,10 @@ use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
-/// The numbers of the segment registers that an event in virtual-8086 mode pushes and nulls: GS, FS, DS, ES.
+/// The numbers of the segment registers GS, FS, DS and ES. An event in virtual-8086 mode pushes them, and loads null
+/// selectors.
 const DATA_SEGMENTS: [u8; 4] = [5, 4, 3, 0];
-/// A segment register with a null selector.
+/// The contents of a segment register with a null selector.
 const NULL: Segment = Segment {
     selector: 0,
     base: 0,
@@ -25,7 +27,7 @@ const NULL: Segment = Segment {
     rights: Segment::UNUSABLE,
 };
 
-/// Returns the source of an exception. Not for exceptions that INT n raises.
+/// Returns the source of an exception that no INT n has raised.
 fn source(vector: u8) -> Source {
     match vector {
         vector::DB | vector::BP | vector::OF | vector::DF | vector::MC => Source::External,
@@ -41,14 +43,14 @@ fn contributory(vector: u8) -> bool {
 }
 
 impl Cpu {
-    /// Makes an external interrupt pending, which is delivered before the next instruction, even if RFLAGS.IF is clear.
+    /// Makes an external interrupt pending. It is delivered before the next instruction, even if RFLAGS.IF is clear.
     pub fn inject_interrupt(&mut self, vector: u8) {
         self.state.events.interrupt = Some(vector);
         self.slow = true;
     }
 
     /// Makes `count` more NMIs pending, to be delivered as soon as NMIs are not blocked. At most [`MAX_NMIS`] can be
-    /// pending, and only one while NMIs are blocked.
+    /// pending; while NMIs are blocked, only one.
     pub fn inject_nmis(&mut self, count: u8) {
         let events = &mut self.state.events;
         let limit = if events.nmi_blocked { 1 } else { MAX_NMIS };
@@ -61,8 +63,8 @@ impl Cpu {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
-    /// Whether the guest accepts an external interrupt now. Not if an SMI or an NMI is taken next, because the handlers
-    /// of both run with interrupts disabled. And not before an instruction that waits for memory, because the
+    /// Whether the guest can accept an external interrupt now. `false` if an SMI or an NMI is taken next, because their
+    /// handlers begin with interrupts disabled. Also `false` before an instruction that waits for memory, because the
     /// instruction may change IF or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
@@ -92,7 +94,7 @@ impl Cpu {
     }
 
     /// Delivers pending events, at most one per call. As in KVM, an acknowledged interrupt is delivered before an SMI
-    /// and before an NMI. If it were delivered after an NMI, it would interrupt the NMI's handler.
+    /// or an NMI: delivered after an NMI, it would interrupt the NMI's handler.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -101,8 +103,8 @@ impl Cpu {
         }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // If the debugger passes a #BP on to the guest, it is a trap of the guest's INT3. So the handler returns to
-            // the instruction after the INT3.
+            // A #BP that the debugger passes on to the guest is the trap of the guest's INT3. So its handler must
+            // return to the instruction after the INT3.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -211,7 +213,7 @@ impl Cpu {
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
         let second = self.raised.exception.vector;
-        // If the hypervisor intercepts the second exception, it gets that exception. There is no shutdown.
+        // The hypervisor may intercept the second exception: then it gets a #VMEXIT, and there is no shutdown.
         if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
             self.svm.set_delivering(None);
@@ -232,7 +234,7 @@ impl Cpu {
         None
     }
 
-    /// Delivers an event at once. The event's handler returns to `return_rip`.
+    /// Delivers an event at once. Its handler will return to `return_rip`.
     pub(crate) fn deliver(
         &mut self,
         vector: u8,
@@ -242,7 +244,7 @@ impl Cpu {
     ) -> Result<(), Break> {
         self.slow = true;
         self.progress.note_delivery(self.counters.instructions);
-        // The pushed flags include TF. But the delivery of an event does not cause a single-step trap.
+        // The pushed flags include TF, but the delivery of an event causes no single-step trap.
         self.watch.steps = false;
         (self.svm).set_delivering(Some(Event::new(vector, error, source)));
         let (delivered, hits) = self.collect_hits(|cpu| {
@@ -259,8 +261,8 @@ impl Cpu {
             self.trap(hits);
         }
         if let Some(Exit::Mmio { gpa, .. }) = self.raised.exit {
-            // A device cannot provide data for the delivery of an event, because the caller could not complete such an
-            // access.
+            // A device cannot provide data for the delivery of an event, because the caller has no means to complete
+            // such an access.
             self.raised.exit = Some(Exit::Delivery {
                 vector,
                 software: source.is_software(),
@@ -270,7 +272,7 @@ impl Cpu {
         delivered
     }
 
-    /// Returns the value of RFLAGS that an event from `source` pushes.
+    /// Returns the value of RFLAGS that the delivery of an event from `source` pushes.
     fn pushed_flags(&mut self, source: Source) -> u64 {
         self.flags()
             | match source {
@@ -279,8 +281,8 @@ impl Cpu {
             }
     }
 
-    /// Reads the gate of a vector, and checks that the event may use it. The IDT has gates of `bytes` bytes, and
-    /// `kinds` are the valid ones. Returns the gate, and its second word if it has 16 bytes; otherwise 0.
+    /// Reads the gate of a vector, and checks that the event may use it. The gates of the IDT have `bytes` bytes, and
+    /// `kinds` are the valid types. Returns the gate's first 8 bytes, and its second 8 bytes or 0.
     ///
     /// # Errors
     /// #GP and #NP, with the vector in the error code.
@@ -375,7 +377,7 @@ impl Cpu {
         }
         let rsp = stack.wrapping_sub(len as u64);
         self.push_frame(rsp, &bytes[..len], cpl)?;
-        // No step after this point can fail.
+        // From here on, no step can fail.
         let mut segment = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
         segment.base = 0;
         self.state.cs = segment;
@@ -398,7 +400,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Writes a stack frame with the access rights of privilege level `cpl`.
+    /// Writes a stack frame. The store has the access rights of privilege level `cpl`.
     fn push_frame(&mut self, rsp: u64, bytes: &[u8], cpl: u8) -> Result<(), Break> {
         let table = self.table;
         self.table = match cpl {
@@ -452,7 +454,7 @@ impl Cpu {
             Some(code) if selector & !3 != 0 && code.is_code() && code.dpl() <= self.cpl => code,
             _ => return Err(self.raise(vector::GP, selector_error)),
         };
-        // An event in virtual-8086 mode must enter a handler at privilege level 0.
+        // The handler of an event in virtual-8086 mode must run at privilege level 0.
         if from_8086 && (code.conforming() || code.dpl() != 0) {
             return Err(self.raise(vector::GP, selector_error));
         }
@@ -522,8 +524,8 @@ impl Cpu {
         self.enter_8086_handler(entry, image, cleared, return_rip)
     }
 
-    /// Calls an 8086 handler: pushes RFLAGS as `image`, CS and `return_rip`, clears flags, and loads CS and RIP from
-    /// `entry` of the interrupt vector table.
+    /// Calls a handler of real mode or virtual-8086 mode: pushes RFLAGS as `image`, CS and `return_rip`, clears flags,
+    /// and loads CS and RIP from `entry` of the interrupt vector table.
     pub(crate) fn enter_8086_handler(
         &mut self,
         entry: u32,

@@ -3,15 +3,15 @@
 #[cfg(feature = "jit")]
 use crate::mode;
 
-/// The key by which a block is found: address and decoding mode. A block's operations depend only on its key and its
-/// bytes.
+/// The key by which a block is found: address and decoding mode. The block's operations depend only on the key and on
+/// the code's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub(crate) struct Key {
     /// The linear address.
     pub lin: u64,
     pub rip: u64,
-    /// See [`crate::mode`].
+    /// The decoding mode: see [`crate::mode`].
     pub mode: u8,
 }
 
@@ -23,7 +23,7 @@ impl Key {
         Self { lin, rip, mode }
     }
 
-    /// Returns the linear address minus RIP: the base of the code segment.
+    /// Returns the base of the code segment: the linear address minus RIP.
     pub(crate) fn base(&self) -> u64 {
         self.lin.wrapping_sub(self.rip) & mode::linear(self.mode)
     }

@@ -3,7 +3,7 @@
 /// The record of the last operation that has set flags. Values are zero-extended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lazy {
-    /// One of the kinds below, such as [`ADD`]. The low two bits are the index of the operand size.
+    /// The kind of the record, such as [`ADD`], plus the logarithm of the operand size in its low two bits.
     pub(crate) kind: u8,
     /// OF and AF of kind [`GIVEN`], as [`GIVEN_OF`] and [`GIVEN_AF`].
     pub(crate) given: u8,
@@ -15,9 +15,9 @@ pub(crate) struct Lazy {
 
 /// No operation is recorded: the flags are in `state.rflags`.
 pub(crate) const DONE: u8 = 0;
-/// The result is `x`, the sum of `y` and the other operand.
+/// The operation is a sum: `x` is the result, and `y` is one of the operands.
 pub(crate) const ADD: u8 = 4;
-/// The result is `x - y`.
+/// The operation is the difference `x - y`, which is the result.
 pub(crate) const SUB: u8 = 8;
 /// The operation is logical, so OF is clear.
 pub(crate) const LOGIC: u8 = 12;
@@ -38,7 +38,7 @@ pub(crate) const GIVEN_AF: u8 = 2;
 /// The largest value of `x`. No `y` is greater, so CF is clear.
 pub(crate) const NO_CARRY: u64 = u64::MAX;
 
-/// Encodes OF and AF for [`Lazy::given`].
+/// Encodes OF and AF for field [`Lazy::given`].
 pub(crate) fn given(overflow: bool, aux: bool) -> u8 {
     let bit = |is_set, bit| if is_set { bit } else { 0 };
     bit(overflow, GIVEN_OF) | bit(aux, GIVEN_AF)

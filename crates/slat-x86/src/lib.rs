@@ -5,12 +5,12 @@
 //! The crate has an interpreter of decoded basic blocks, and a compiler for blocks that run often. Instructions act on
 //! a [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code. The
 //! executor runs the CPU together with a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`])
-//! and serves CPUID, MSRs and the like. [`Executor::run`] runs until the caller has to act, and returns the reason as
-//! an [`Exit`].
+//! and implements CPUID, MSRs and the like. [`Executor::run`] runs until the caller has to act, and returns the reason
+//! as an [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; loom's parts |
+//! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed as a whole; a hash; locks |
 //! | | `counters` | counts of the CPU's work |
 //! | | `clock` | when decoded code must be checked again |
 //! | | `decoder` | the tables of the instruction decoder |
@@ -24,31 +24,31 @@
 //! | | `lazy` | the record of the last operation that has set flags |
 //! | | `tlb/` | the software TLB, of two levels |
 //! | | `watch`, `probe` | breakpoints, of the guest and of KVM's API; probes, invisible to both |
-//! | | `devices` | the accesses to devices in progress, whose data the device model provides |
+//! | | `devices` | accesses to devices that are in progress |
 //! | | `nested/` | the state of guest mode, and the layout of its control block |
 //! | | `code_pages` | the pages with decoded code, and the stores to them that CPUs report to one another |
-//! | | `code`, `snapshot`, `once` | a CPU's data about code: copies, with which blocks are compared; code not kept |
+//! | | `code`, `snapshot`, `once` | what a CPU knows about code: copies of its pages; code that is not kept |
 //! | | `compiled` | the fields of a CPU that compiled code uses |
 //! | | `raised`, `requests` | what an instruction has raised; the caller's requests to end a run |
 //! | | `bus_lock` | locked accesses that cross a cache line |
-//! | | `progress` | for how long events were delivered without an instruction in between |
-//! | | `fixed` | the memory that a CPU has from its creation |
+//! | | `progress` | how long events were delivered without an instruction in between |
+//! | | `fixed` | the memory that a CPU allocates when it is made |
 //! | cpu | `cpu` | the CPU object |
 //! | | `watched` | accesses to watched bytes |
-//! | | `derive` | mode, CPL, and which translations are still valid: all derived from the state |
+//! | | `derive` | computes mode, CPL, and which translations are still valid, from the state |
 //! | | `flags` | lazy arithmetic flags |
 //! | | `op` | the decoded operation, with the function that executes it on a CPU |
 //! | memory | `mmio` | MMIO accesses |
 //! | | `mem/` | loads and stores |
 //! | | `fetch` | fetching code |
-//! | events | `intercept` | the instructions and events that make a nested guest leave |
+//! | events | `intercept` | the instructions and events that cause a #VMEXIT of a nested guest |
 //! | | `debug` | debug exceptions and single steps |
 //! | | `ask` | instructions of which the caller executes a part |
 //! | | `svm/` | nested virtualization by SVM |
 //! | | `segment`, `task`, `interrupt` | descriptors; task switches; delivery of exceptions and interrupts |
 //! | interpreter | `exec/` | the handlers of operations, a file per kind |
 //! | | `simd/`, `x87/` | SSE, AVX, and x87 |
-//! | decoding | `lower` | from an instruction to an operation |
+//! | decoding | `lower` | converts a decoded instruction to an operation |
 //! | | `key`, `block`, `blocks` | the key of a block; a basic block; all blocks, found by address |
 //! | | `decode` | decoding code into blocks |
 //! | | `region/` | the code of a compiled region, and the memory for it |
@@ -60,8 +60,8 @@
 //! | | `smm` | system-management mode |
 //!
 //! A module imports from its own layer and from lower ones, and imports form no circle. The same holds for the methods
-//! of [`Cpu`] and [`Executor`]. Many modules define such methods and call them without an import, but a method is
-//! called only from its own layer and from higher layers. (`crates/slat/tests/architecture` checks this.)
+//! of [`Cpu`] and [`Executor`]. Methods can be called without an import, but a method is called only from its own layer
+//! and from higher layers. (`crates/slat/tests/architecture` checks this.)
 //!
 //! Guarantees:
 //!

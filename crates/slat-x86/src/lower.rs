@@ -1,5 +1,5 @@
-//! Lowering converts a decoded instruction to an operation. `operands` has the part that all instructions share. The
-//! other parts are in one table, whose rows are in the files of the handlers.
+//! Lowering converts a decoded instruction to an operation. Module `operands` does the part that is the same for all
+//! instructions. The other parts are in one table, whose rows are in the files of the handlers.
 
 mod operands;
 
@@ -11,11 +11,11 @@ use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic};
 
-/// The lowering of the instructions with one mnemonic.
+/// How the instructions with one mnemonic are lowered.
 #[derive(Clone, Copy)]
 enum Lowering {
     General(Lower),
-    /// A SIMD instruction. The host may not have it, and the guest may have disabled it.
+    /// A SIMD instruction, which the host may lack and the guest may have disabled.
     Simd(Lower),
 }
 
@@ -50,8 +50,8 @@ const GENERAL: [&[Row]; 27] = [
     svm::instructions::ROWS,
 ];
 
-/// The table of instructions, by mnemonic. x87 instructions have no rows, because they are identified by their opcodes
-/// (`x87`).
+/// The table of instructions, by mnemonic. x87 instructions have no rows, because their opcodes identify them (module
+/// `x87`).
 static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
     let mut table = Table::EMPTY;
     table.add(&GENERAL, false);
@@ -63,13 +63,13 @@ static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
 /// The table under construction, at compile time.
 struct Table {
     by_mnemonic: [Option<Lowering>; Table::MNEMONICS],
-    /// The number of the row for each mnemonic.
+    /// For each mnemonic, the number of its row.
     rows: [u16; Table::MNEMONICS],
     count: u16,
 }
 
 impl Table {
-    /// The size of the table: more than the number of the last mnemonic that has a row.
+    /// The number of elements of the table: more than the number of the last mnemonic that has a row.
     const MNEMONICS: usize = 2048;
 
     const EMPTY: Self = Self {
@@ -91,7 +91,7 @@ impl Table {
         }
     }
 
-    /// Adds a row. If one of its mnemonics already has a row, compiling the crate fails.
+    /// Adds a row. If one of its mnemonics already has a row, the crate does not compile.
     const fn add_row(&mut self, row: &Row, is_simd: bool) {
         self.count += 1;
         let mut list = 0;
@@ -114,7 +114,7 @@ impl Table {
 }
 
 /// Appends the operations of an instruction, at most two. Returns whether the instruction ends the block. `code` is the
-/// instruction's bytes, and `blank` is the mode's [`blank`] operation. `offset` and `len` are the instruction's
+/// instruction's bytes, and `blank` is the result of [`blank`] for the mode. `offset` and `len` are the instruction's
 /// position and length in the block.
 pub(crate) fn lower(
     insn: &Instruction,
@@ -151,7 +151,7 @@ pub(crate) fn lower(
 }
 
 /// Returns the operation of one instruction. The arguments are those of [`lower`]. Also returns whether a check must
-/// follow as the next operation: the handler may store, but does not check whether the store has changed code.
+/// follow as the next operation, because the handler may store without checking whether the store has changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
@@ -162,7 +162,7 @@ pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: 
     (op, may_store)
 }
 
-/// Returns the initial operation of a mode, into which an instruction is lowered.
+/// Returns the initial operation for a mode. Lowering an instruction begins with a copy of it.
 pub(crate) fn blank(mode: u8) -> Op {
     Op {
         address_size: (mode::width(mode) / 8) as u8,
@@ -181,7 +181,7 @@ fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
         _ if mode & mode::NO_VEX != 0 && has_vex() => (Some(undefined as Handler), false),
         Some(Lowering::General(lower)) => (lower(insn, op), false),
         Some(Lowering::Simd(lower)) => match insn.code() {
-            // MOVSD and CMPSD: these string instructions have the same mnemonics as two SSE2 instructions.
+            // The string instructions MOVSD and CMPSD have the same mnemonics as two SSE2 instructions.
             Code::Movsd_m32_m32 => (exec::string::moving(insn, op), false),
             Code::Cmpsd_m32_m32 => (exec::string::comparing(insn, op), false),
             _ => (lower_simd(lower, insn, mode, op), stores(op)),
@@ -217,7 +217,7 @@ fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option
     }
 }
 
-/// Like [`lower_simd`], for a mode in which the guest has disabled some SIMD instructions.
+/// Like [`lower_simd`], but for a mode in which the guest has disabled some SIMD instructions.
 #[inline(never)]
 fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
     let handler = simd::choose(lower, insn, op)?;
@@ -234,8 +234,8 @@ fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) ->
     })
 }
 
-/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or an instruction that this CPU does not
-/// have.
+/// Like [`lower_simd`], but for an instruction without a row: an x87 instruction, or an instruction that this CPU does
+/// not have.
 #[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {
@@ -256,7 +256,7 @@ fn is_sse(feature: CpuidFeature) -> bool {
     )
 }
 
-/// Returns the handler of an instruction that this CPU does not implement, although the CPUID features include it.
+/// Returns the handler of an instruction that this CPU does not implement, although its CPUID may report the feature.
 #[cold]
 fn missing(insn: &Instruction) -> Handler {
     use CpuidFeature::*;
@@ -295,13 +295,13 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// The check operation: ends the block if the last store has changed code. Follows an instruction that may store but
-/// does not check this itself.
+/// The check operation, which ends the block if the last store has changed code. It follows an instruction that may
+/// store but does not check this itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Raises #UD for bytes that are no instruction. If `aux` is set, raises #GP for an instruction with too many bytes.
+/// Raises #UD for bytes that are no instruction; if `aux` is set, raises #GP, because the instruction is too long.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }

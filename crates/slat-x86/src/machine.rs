@@ -1,4 +1,4 @@
-//! The services that a CPU needs from its machine, and the reasons why the CPU stops.
+//! The services that a CPU needs from its machine, and the reasons why a run of the CPU ends.
 
 use crate::state::State;
 use std::ptr::NonNull;
@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 pub enum Access {
     /// Reads data.
     Read,
-    /// Writes data, or reads data in order to write it.
+    /// Writes data, or reads data that is written next.
     Write,
     /// Fetches instructions.
     Execute,
@@ -19,9 +19,9 @@ pub enum Access {
 pub struct Paging {
     /// CR0. Only PG and WP are used.
     pub cr0: u64,
-    /// CR3: the guest's top-level table.
+    /// CR3: the address of the guest's top-level table.
     pub cr3: u64,
-    /// The page-directory-pointer entries of PAE paging.
+    /// The PDPTEs of PAE paging.
     pub pdptes: [u64; 4],
     /// CR4. Only PAE, PSE, PGE, LA57, SMEP, SMAP and PKE are used.
     pub cr4: u64,
@@ -29,19 +29,19 @@ pub struct Paging {
     pub efer: u64,
     /// PKRU, which has an effect only if CR4.PKE is set.
     pub pkru: u32,
-    /// Whether the access is a user access (CPL 3, except the CPU's own accesses to its tables).
+    /// Whether this is a user access: CPL is 3, and the access is not one of the CPU's own to a system table.
     pub user: bool,
     /// Whether this is an explicit supervisor access with RFLAGS.AC set, to which SMAP does not apply.
     pub ac: bool,
-    /// If a nested guest runs with nested paging: its hypervisor's tables, by which every guest-physical address is
-    /// translated.
+    /// `Some` if a nested guest runs with nested paging: its hypervisor's tables, which translate every guest-physical
+    /// address.
     pub nested: Option<NestedPaging>,
 }
 
-/// Nested paging (AMD64 volume 2, 15.25): the state of the tables of a nested guest's hypervisor.
+/// Nested paging (AMD64 volume 2, 15.25): the registers of a nested guest's hypervisor on which its tables depend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NestedPaging {
-    /// nCR3: the top-level table.
+    /// nCR3: the address of the top-level table.
     pub cr3: u64,
     /// The hypervisor's CR4. Only PAE, PSE, LA57 and SMEP are used.
     pub cr4: u64,
@@ -69,77 +69,78 @@ impl Paging {
 pub struct HostPage {
     /// The address of the page's first byte in this process.
     pub base: NonNull<u8>,
-    /// Whether further reads at this privilege level need no new translation.
+    /// Whether further reads at this privilege level may use this translation.
     pub read: bool,
-    /// Whether further writes at this privilege level need no new translation.
+    /// Whether further writes at this privilege level may use this translation.
     pub write: bool,
-    /// Whether further instruction fetches at this privilege level need no new translation.
+    /// Whether further instruction fetches at this privilege level may use this translation.
     pub execute: bool,
-    /// The guest-physical address of the page, if each store to the page must be reported to the machine
-    /// ([`Mmu::stored`]). In this case `write` is false, and every store is translated again.
+    /// `Some` if each store to the page must be reported to the machine ([`Mmu::stored`]): the guest-physical address
+    /// of the page. In this case `write` is false, and every store is translated again.
     ///
-    /// When a page becomes tracked, the CPU must have no translation for writes to the page. So if [`Mmu::translate`]
-    /// begins to track such a page, it raises `attention` and returns [`Fault::Retry`]. Without the retry, the CPU
-    /// would see `attention` only after the rest of the block.
+    /// When a page becomes tracked, the CPU must drop its translation for writes to the page at once. So if
+    /// [`Mmu::translate`] begins to track such a page, it raises `attention` and returns [`Fault::Retry`]. Without the
+    /// retry, the CPU would see `attention` only after the rest of the block.
     pub tracked: Option<u64>,
-    /// The size of the guest's page, 2^`bits` bytes, of which this page is a part. INVLPG drops all parts.
+    /// The logarithm of the size of the guest's page, of which this page is a part. INVLPG drops all parts.
     pub bits: u32,
-    /// Whether this translation is valid in every address space: CR4.PGE is set, and so is the G flag of the guest's
-    /// page-table entry. A load of CR3 keeps the translation.
+    /// Whether this translation is valid in every address space: CR4.PGE and the G flag of the guest's page-table entry
+    /// are set. A load of CR3 keeps the translation.
     pub global: bool,
 }
 
-/// The reason why an address has no translation.
+/// Why an address has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The guest's tables do not allow the access: #PF with this error code. CR2 is the address.
+    /// The guest's tables do not allow the access. The CPU raises #PF with this error code, and the address in CR2.
     Page {
-        /// The error code that the guest sees.
+        /// The error code of the #PF.
         error_code: u32,
     },
-    /// The tables of [`Paging::nested`] do not allow the access: a #VMEXIT of the nested guest.
+    /// The tables of [`Paging::nested`] do not allow the access. The CPU makes a #VMEXIT of the nested guest.
     NestedPage {
         /// EXITINFO1 (AMD64 volume 2, 15.25.6).
         error_code: u64,
-        /// The guest-physical address in the nested guest.
+        /// The guest-physical address of the nested guest.
         gpa: u64,
     },
-    /// No memory is mapped at the address: the device model serves the access.
+    /// There is no memory at the address: the device model handles the access.
     Mmio {
         /// The guest-physical address of the byte at the faulting address.
         gpa: u64,
     },
-    /// #GP(0), for addresses that the machine refuses. (The CPU itself checks whether addresses are canonical.)
+    /// The machine refuses the address: the CPU raises #GP(0). (The CPU itself checks whether addresses are canonical.)
     GeneralProtection,
     /// The CPU abandons the instruction, which has had no effect, checks `attention`, and executes the instruction
     /// again. All translations are invalid.
     Retry,
-    /// The page walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)),
-    /// possibly in the instruction that needs the translation. The CPU walks again, and executes the instruction as it
-    /// was fetched. Then it fetches the next instruction again.
+    /// The page walk has set an accessed or dirty bit in a page with decoded code (see
+    /// [`CodePages::stored`](crate::CodePages::stored)). It may be the code of the instruction that needs the
+    /// translation. The CPU walks again, executes the instruction as it was fetched, and then fetches the next
+    /// instruction anew.
     CodeChanged,
-    /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
+    /// Host memory that backs the page is not accessible. The run ends with [`Exit::BadAddress`].
     BadAddress,
-    /// The machine has no memory for the translation: the run ends with [`Exit::OutOfMemory`].
+    /// The machine has no memory for the translation. The run ends with [`Exit::OutOfMemory`].
     OutOfMemory,
 }
 
-/// The reason why RDMSR or WRMSR is refused. The machine refuses accesses; the CPU refuses accesses to MSRs that the
+/// Why RDMSR or WRMSR is refused. The machine refuses accesses to its MSRs; the CPU refuses accesses to MSRs that the
 /// CPU itself holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
     Unknown,
-    /// The MSR exists, but it cannot be read, or cannot hold the value.
+    /// The MSR exists, but cannot be read, or cannot have this value.
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// Like [`Fault::Retry`], for an access that needs guest memory. The access has had no effect, and the run does not
-    /// end.
+    /// Like [`Fault::Retry`]: the access needs guest memory, and has had no effect. The CPU retries it, and the run
+    /// does not end.
     Retry,
 }
 
-/// The translations that the guest invalidates.
+/// Which translations the guest has invalidated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestFlush {
     /// The translations of the page at this linear address, under the current PCID: for INVLPG, and for INVPCID of type
@@ -156,18 +157,18 @@ pub enum GuestFlush {
 /// Translates the addresses that the CPU accesses.
 pub trait Mmu {
     /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits),
-    /// then the second level. Called only on misses of the software TLB.
+    /// then the second level (stage 2). The CPU calls this only on misses of its software TLB.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
 
-    /// Returns the host page that backs the page of the guest-physical address `gpa`, for an access of the CPU to a
-    /// structure whose physical address it has. The default translates the address as a linear address without paging,
-    /// so it works only below 4 GiB.
+    /// Returns the host page that backs the page of the guest-physical address `gpa`, for the CPU's access to a
+    /// structure whose physical address it has. The default implementation translates the address as a linear address
+    /// without paging, so it works only below 4 GiB.
     fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
         self.translate(gpa, access, &Paging::OFF)
     }
 
-    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. The address
-    /// is first translated by the `nested` tables, which may cause [`Fault::NestedPage`].
+    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. The
+    /// `nested` tables translate the address first, which may cause [`Fault::NestedPage`].
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -181,8 +182,8 @@ pub trait Mmu {
         self.translate(gpa, access, &paging)
     }
 
-    /// Called after a guarded access through a translation has returned [`Gone`](slat_guard::Gone). `Ok`: the CPU
-    /// translates again and retries.
+    /// Called after a guarded access to a translated page has returned [`Gone`](slat_guard::Gone). `Ok`: the CPU
+    /// translates the address again and retries the access.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 
     /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). When this
@@ -213,7 +214,7 @@ pub trait Mmu {
 pub trait Machine: Mmu {
     /// Returns EAX, EBX, ECX, EDX of CPUID.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
-    /// Whether CPUID is #GP(0) outside CPL 0 (CPUID faulting, Intel SDM volume 3).
+    /// Whether CPUID raises #GP(0) outside CPL 0 (CPUID faulting, Intel SDM volume 3).
     fn cpuid_faults(&mut self) -> bool {
         false
     }
@@ -221,13 +222,13 @@ pub trait Machine: Mmu {
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
     /// Writes an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
-    /// Whether the guest may read MSR `msr` or, with `write`, write it. The CPU calls this before every access, even to
+    /// Whether the guest may read MSR `msr` or, if `write`, write it. The CPU calls this before every access, even to
     /// an MSR that the CPU itself holds.
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
-    /// Whether the caller of the run handles an access that was refused. If so, the run ends with [`Exit::Msr`].
-    /// Otherwise the access raises #GP(0).
+    /// Whether the caller of the run handles an access that was refused because of `why`. If so, the run ends with
+    /// [`Exit::Msr`]. Otherwise the access raises #GP(0).
     fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
         false
     }
@@ -237,20 +238,20 @@ pub trait Machine: Mmu {
     /// otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing else of
     /// `state` changes.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
-    /// Called after the guest has written CR8, the task priority of its local APIC. (A write to the APIC's register by
-    /// WRMSR also changes CR8.)
+    /// Called after the guest has written CR8, the task priority of its local APIC. (WRMSR to the APIC's task-priority
+    /// register also changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
-    /// Returns the effect of VMCALL or VMMCALL in this machine.
+    /// Returns what VMCALL or VMMCALL does in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
-    /// Whether MONITOR and MWAIT exist. If so, they do nothing; otherwise they raise #UD.
+    /// Whether MONITOR and MWAIT exist. If they do, they have no effect; otherwise they raise #UD.
     fn has_monitor(&mut self) -> bool {
         true
     }
 }
 
-/// The outcome of a hypercall.
+/// What the machine has done with a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallOutcome {
     /// The machine has executed the hypercall.
@@ -263,7 +264,7 @@ pub enum HypercallOutcome {
     Retry,
 }
 
-/// An instruction that calls the hypervisor.
+/// An instruction that makes a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallInstruction {
     /// Intel's VMCALL.
@@ -282,45 +283,45 @@ impl HypercallInstruction {
     }
 }
 
-/// The effect of an instruction that calls the hypervisor.
+/// What an instruction that makes a hypercall does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercalls {
     /// The CPU executes the instruction.
     Executed,
-    /// The CPU overwrites the instruction with this hypercall instruction, and then executes it.
+    /// The CPU overwrites the instruction in memory with this hypercall instruction, which it then executes.
     Patched(HypercallInstruction),
     /// The instruction raises #UD.
     Undefined,
 }
 
-/// The effect of a locked access that crosses a cache line, for which a processor locks the bus.
+/// What happens at a locked access that crosses a cache line, for which a processor locks the bus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BusLocks {
     /// The access is executed like any other access.
     #[default]
     Executed,
-    /// The access ends the run with [`Exit::BusLock`] before its instruction. The next run executes the instruction, if
-    /// RIP has not changed. This is like the bus lock threshold of AMD's processors.
+    /// The run ends with [`Exit::BusLock`] before the instruction. The next run executes the instruction, if RIP has
+    /// not changed. This is like the bus lock threshold of AMD's processors.
     ExitBefore,
-    /// The access ends the run with [`Exit::BusLock`] after its instruction. This is like bus-lock detection on Intel's
+    /// The run ends with [`Exit::BusLock`] after the instruction. This is like bus-lock detection on Intel's
     /// processors.
     ExitAfter,
 }
 
-/// The event that triggers a probe.
+/// The event at which a probe is hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeKind {
     /// The execution of the instruction at the first address.
     Execute,
-    /// A write to any of the bytes.
+    /// A write to any of the watched bytes.
     Write,
-    /// A read of any of the bytes.
+    /// A read of any of the watched bytes.
     Read,
-    /// A read of any of the bytes, or a write to any of them.
+    /// A read of any of the watched bytes, or a write to any of them.
     Access,
 }
 
-/// The reason of an [`Exit::Probe`].
+/// Why a run ended with [`Exit::Probe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeHit {
     /// A code probe is at the next instruction.
@@ -331,7 +332,7 @@ pub enum ProbeHit {
     Step,
 }
 
-/// The reason why a run ended.
+/// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// A port access. RIP is still the address of the instruction. The caller must call
@@ -344,11 +345,11 @@ pub enum Exit {
         size: u8,
         /// Whether the access is an OUT, not an IN.
         write: bool,
-        /// The number of units. It is more than 1 only for repeated INS and OUTS, which move all units in one page at
-        /// once. [`Cpu::output`](crate::Cpu::output) holds the data of a write.
+        /// The number of units. It is more than 1 only for repeated INS and OUTS, which transfer all units in one page
+        /// at once. [`Cpu::output`](crate::Cpu::output) returns the data of a write.
         count: u32,
     },
-    /// An access to an address without memory. For a read, the caller must provide the data by
+    /// An access to a guest-physical address without memory. For a read, the caller must provide the data by
     /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run. A write needs no call.
     Mmio {
         /// The guest-physical address.
@@ -360,7 +361,7 @@ pub enum Exit {
         /// The data of a write.
         data: [u8; 8],
     },
-    /// A hypercall that the machine does not execute. RIP is still the address of the instruction. The caller must
+    /// A hypercall that the machine leaves to the caller. RIP is still the address of the instruction. The caller must
     /// finish it by [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) before the next run.
     Hypercall,
     /// A refused access to an MSR that the caller has to handle. RIP is still the address of the instruction. The
@@ -376,27 +377,27 @@ pub enum Exit {
     /// The delivery of an interrupt or exception accessed an address without memory. The delivery has had no effect,
     /// and the next run repeats it.
     Delivery {
-        /// The vector.
+        /// The vector of the event.
         vector: u8,
-        /// Whether an instruction raised the event on purpose.
+        /// Whether an instruction (INT n, INT3, INTO) raised the event on purpose.
         software: bool,
         /// The guest-physical address.
         gpa: u64,
     },
     /// The guest has executed HLT. RIP is the address after it.
     Hlt,
-    /// An SMI is pending. The caller must call [`Cpu::enter_smm`](crate::Cpu::enter_smm). Otherwise the next run ends
-    /// with this exit again.
+    /// An SMI is pending. The caller must call [`Cpu::enter_smm`](crate::Cpu::enter_smm) before the next run, which
+    /// would otherwise end with this exit again.
     Smi,
-    /// RSM in system management mode. RIP is still the address of the instruction.
-    /// [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
+    /// RSM in system-management mode. RIP is still the address of the instruction, which
+    /// [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes.
     Rsm,
     /// The guest has caused a triple fault.
     Shutdown,
-    /// A valid instruction that this CPU does not implement, or a situation that it cannot handle. RIP is the address
-    /// of the instruction.
+    /// This CPU does not implement a valid instruction, or cannot handle the situation. RIP is the address of the
+    /// instruction.
     Emulation {
-        /// The instruction's bytes.
+        /// The instruction's bytes, as far as they are known.
         bytes: [u8; 15],
         /// The number of bytes that are known.
         len: u8,
@@ -410,9 +411,9 @@ pub enum Exit {
     /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between.
     /// The next run continues.
     Notify,
-    /// `attention` is not zero.
+    /// The caller's `attention` word is not zero.
     Attention,
-    /// The host memory that backs guest memory is not accessible.
+    /// Host memory that backs guest memory is not accessible.
     BadAddress,
     /// The machine had no memory for a translation. The instruction at RIP has had no effect, and the next run executes
     /// it.
@@ -421,9 +422,9 @@ pub enum Exit {
     Debug {
         /// 1 (#DB) or 3 (#BP).
         vector: u8,
-        /// The value that the exception would have given DR6.
+        /// The value of DR6 that the guest would have seen.
         dr6: u64,
     },
-    /// A [`Probe`](crate::Probe) was hit, or a step was made.
+    /// A [`Probe`](crate::Probe) was hit, or a step was executed.
     Probe(ProbeHit),
 }

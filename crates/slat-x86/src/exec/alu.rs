@@ -1,4 +1,4 @@
-//! The operations of `sem::alu` on registers and memory, and BSWAP.
+//! Handlers of the arithmetic and logical operations of `sem::alu`, on registers and memory, and of BSWAP.
 
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
@@ -107,7 +107,8 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// Executes operation `A` on registers, and the Jcc that follows it. `op.disp` is the target of the Jcc.
+/// Executes operation `A` on registers, and the Jcc after it, which is fused with it. `op.disp` is the target of the
+/// Jcc.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
@@ -140,7 +141,7 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Fuses `op` with the next instruction, a Jcc, so that `op` executes both. Returns `false` if `op` cannot be fused.
+/// Fuses `op` with the Jcc after it, so that `op` executes both. Returns `false` if this is not possible for `op`.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     if op.r[0] == MEM || op.r[1] == MEM || op.size == 1 {
         return false;

@@ -49,7 +49,7 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let new = T::get(cpu, op.r[1]);
     let old = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        // As in hardware, the value is written even if the comparison fails.
+        // As in hardware, CMPXCHG writes memory even if the comparison fails.
         let exchange = move |old| if old == expected { new } else { old };
         cpu.update::<T>(lin, op.lock, exchange)?.0
     } else {
@@ -115,7 +115,7 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) const ROWS: &[Row] = rows! { |insn, op|
     Xchg => {
-        // Every exchange with memory is locked, with or without the prefix.
+        // XCHG with memory is always locked, with or without the LOCK prefix.
         op.lock = true;
         by_size!(op.size, xchg)
     },

@@ -5,8 +5,8 @@ use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, bytes_of, family_rows, rows};
 use crate::sem::{Now, Operation};
 
-/// Returns the address of the word that contains bit number `bit`. If the number is in a register, the bit can be
-/// beyond the operand.
+/// Returns the address of the word that contains bit number `bit`. A bit number in a register may select a bit outside
+/// of the operand.
 fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
     if op.r[1] == NONE {
         return cpu.lin(op, T::BYTES as u32);
@@ -51,7 +51,7 @@ fn bit_test<B: Operation>(op: &Op) -> Handler {
     by_size!(op.size, bit, B)
 }
 
-/// Executes BSF or BSR. As on processors, the destination does not change if the source is zero.
+/// Executes BSF or BSR. As on processors, the destination keeps its value if the source is zero.
 fn scan<T: Int, B: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let source = cpu.operand::<T>(op, 1)?;
     let (result, flags) = B::apply(&mut Now::new(), source, source, false);

@@ -1,11 +1,11 @@
-//! Instructions whose result is written to none of their operands: the bit counts, BMI1 and BMI2.
+//! Instructions with a separate destination operand: the bit counts, BMI1 and BMI2.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, NONE, Op, Row, family_rows, rows};
 use crate::sem::{Compute, Now, Operation};
 
-/// Executes an operation of `sem` on the second and the third operand. The first operand receives the result.
+/// Executes operation `A` of `sem` on the second and the third operand, and writes the result to the first one.
 fn from_sources<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let a = cpu.operand::<T>(op, 1)?;
     let b = match op.r[2] {

@@ -1,4 +1,4 @@
-//! Near branches: JMP Jcc CALL RET, JRCXZ and LOOP.
+//! Near branches: JMP, Jcc, CALL, RET, JRCXZ and LOOP.
 
 use super::far;
 use crate::Cpu;
@@ -6,7 +6,7 @@ use crate::flags::by_condition;
 use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use iced_x86::{Code, ConditionCode, Instruction};
 
-/// Returns the number of a condition, which is in the low four bits of the condition's opcodes.
+/// Returns the number of a condition: the low four bits of the opcodes that use it.
 pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
     match cc {
         ConditionCode::o | ConditionCode::None => 0,
@@ -29,7 +29,7 @@ pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
 }
 
 impl Cpu {
-    /// Raises #GP(0) if a computed near branch target is not canonical.
+    /// Raises #GP(0) if the target of a near branch is not canonical.
     #[inline(always)]
     fn check_target(&mut self, target: u64) -> Result<(), Break> {
         if target >> 47 == 0 || !self.is_64() || self.canonical(target) {
@@ -101,7 +101,7 @@ fn ret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.jump(target)
 }
 
-/// Returns the mask for the count register, which depends on the address size.
+/// Returns the mask of the count register's width, which is the address size.
 fn count_mask(op: &Op) -> u64 {
     match op.address_size {
         2 => 0xffff,
@@ -134,7 +134,7 @@ fn looping(cpu: &mut Cpu, op: &Op) -> Flow {
     if goes_on { cpu.jump(op.imm) } else { Ok(()) }
 }
 
-/// Returns the operand size by which the stack pointer changes.
+/// Returns the logarithm of the bytes by which the instruction changes the stack pointer.
 fn stack_size(insn: &Instruction) -> u8 {
     insn.stack_pointer_increment()
         .unsigned_abs()

@@ -136,7 +136,7 @@ fn lea(op: &Op) -> Handler {
 }
 
 fn cmov<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
-    // A doubleword destination is always zero-extended to 64 bits, even if the condition is false.
+    // A 32-bit destination is always zero-extended to 64 bits, even if the condition is false.
     let source = cpu.operand::<T>(op, 1)?;
     let (old, holds) = (T::get(cpu, op.r[0]), cpu.condition::<CC>());
     let (v, _) = Cmov::apply(&mut Now::new(), old, source, holds);

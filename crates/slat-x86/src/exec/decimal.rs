@@ -1,5 +1,5 @@
-//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. They
-//! follow SDM volume 2. Flags that the manual leaves undefined are cleared.
+//! Instructions that do not exist in 64-bit mode: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. They
+//! follow SDM volume 2. Flags that the manual calls undefined are cleared.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -18,7 +18,7 @@ fn set_al_ah(cpu: &mut Cpu, al: u8, ah: u8) {
     u8::set(cpu, AH, ah);
 }
 
-/// Executes AAA, or AAS with `SUBTRACT`.
+/// Executes AAS if `SUBTRACT`, else AAA.
 fn ascii_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     let adjust = u8::get(cpu, 0) & 15 > 9 || cpu.flags() & AF != 0;
     if adjust {
@@ -35,7 +35,7 @@ fn ascii_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Executes DAA, or DAS with `SUBTRACT`.
+/// Executes DAS if `SUBTRACT`, else DAA.
 fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     let old = u8::get(cpu, 0);
     let old_carry = cpu.cf();
@@ -47,7 +47,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // Only DAS can borrow in its first step and skip its second step.
+    // The first step of DAS may borrow although its second step is not taken; DAA cannot carry so.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

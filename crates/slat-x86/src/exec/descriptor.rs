@@ -55,7 +55,7 @@ fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Raises #GP(0) outside CPL 0 if CR4.UMIP is set.
+/// Raises #GP(0) if CR4.UMIP is set and CPL is not 0.
 fn umip(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.cr4 & control::CR4_UMIP != 0 {
         cpu.privileged()
@@ -179,7 +179,8 @@ fn protected_only(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// Returns the descriptor of `selector`, if LAR, LSL, VERR or VERW may use it.
+/// Returns the descriptor of `selector`, if its type and privilege level allow LAR, LSL, VERR or VERW to use it.
+/// `system` lists the types of system descriptors that the instruction accepts.
 fn visible(cpu: &mut Cpu, selector: u16, system: &[u8]) -> Result<Option<Descriptor>, Break> {
     if selector & !3 == 0 {
         return Ok(None);
@@ -272,7 +273,7 @@ pub(super) fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
 }
 
-/// Stores in `op` the segment register that LES or a variant loads.
+/// Stores in `op` the number of the segment register that LDS, LES, LFS, LGS or LSS loads.
 fn far(op: &mut Op, segment: u8) -> Handler {
     op.aux = segment;
     load_far

@@ -25,8 +25,8 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// Returns the code segment of a far jump or call. If the target is another task, this function executes the whole
-/// transfer.
+/// Returns the code segment that a far jump or call selects. If the selector is that of another task, switches to the
+/// task, which completes the instruction.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -82,7 +82,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// Returns the stack segment that a far return to privilege level `cpl` loads.
+/// Returns the stack segment for a far return to privilege level `cpl`.
 fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Segment, Break> {
     if selector & !3 == 0 {
         if to_64 && cpl != 3 && (selector & 3) as u8 == cpl {
@@ -201,7 +201,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
         let ss = cpu.peek_sized(op.size, 4 * bytes)? as u16;
         let ss = return_stack(cpu, ss, rpl, cs.long())?;
         cpu.state.ss = ss;
-        // A 16- or 32-bit return changes only the lower part of the register. A return to 64-bit code writes all of it.
+        // RSP becomes the popped value, zero-extended: a 16- or 32-bit return clears the upper bits.
         cpu.state.gpr[4] = rsp;
         if rpl != cpu.cpl {
             drop_inner_segments(cpu, rpl);
@@ -268,15 +268,16 @@ fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     int(cpu, op, Source::Software)
 }
-/// Delivers the event of INT n, INT3 or INTO.
+/// Delivers the event of INT n, INT3 or INTO to the guest.
 fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, source, next)?;
-    // The single step of the guest ends with the delivery of the event. The single step of a debugger does not.
+    // The guest's single step ends with the delivery of the event. The single step of a debugger outside the guest does
+    // not.
     cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
-/// Executes INT3: the breakpoint belongs to the debugger or to the guest.
+/// Executes INT3. A debugger outside the guest may claim it as its breakpoint.
 fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.software_breakpoints {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
@@ -292,7 +293,7 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::OF)?;
     int(cpu, op, Source::SoftwareException)
 }
-/// Executes INT1: raises a #DB. The DPL of the gate does not matter, and no bit of DR6 is set.
+/// Executes INT1: raises #DB, without a check of the gate's DPL, and without a bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));
@@ -301,7 +302,7 @@ fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::DB)?;
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
-    // The #DB of INT1 also reports traps that the shadow of MOV SS has delayed.
+    // DR6 also gets the bits of traps that the shadow of MOV SS has delayed.
     let hits = std::mem::take(&mut cpu.state.events.debug);
     cpu.debug_delivered(hits);
     Err(Break::Jump)

@@ -1,4 +1,4 @@
-//! FXSAVE FXRSTOR, LDMXCSR STMXCSR.
+//! FXSAVE, FXRSTOR, LDMXCSR and STMXCSR.
 
 use crate::Cpu;
 use crate::op::{Break, Flow, Op, Row, rows};
@@ -13,11 +13,11 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// The `aux` of FXSAVE and FXRSTOR without REX.W. Their x87 pointers have 32 bits. The selector fields that follow are
-/// not written, because new processors no longer store selectors.
+/// The `aux` of FXSAVE and FXRSTOR without REX.W. Their x87 pointers have 32 bits. The fields for selectors are not
+/// written, because new processors no longer store selectors there.
 const POINTERS_32: u8 = 1;
 
-/// The offset of the XMM registers.
+/// The offset of the XMM registers in the FXSAVE area.
 const XMM: usize = 160;
 
 /// Whether FXSAVE and FXRSTOR leave out the XMM registers (AMD's manual, volume 2, "Fast FXSAVE/FXRSTOR").
@@ -41,7 +41,7 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    // The rest of the area is reserved or for software, so it is not written. But the whole area must be writable.
+    // The rest of the area is reserved or for software, and is not written. But the whole area must be writable.
     cpu.probe_write(lin, 512)?;
     let end = if is_fast(cpu) { XMM } else { XMM + 256 };
     cpu.store_bytes(lin, &image[..end])?;
@@ -92,7 +92,7 @@ fn stmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Executes LDMXCSR or VLDMXCSR, if the instruction is enabled: loads MXCSR.
+/// Loads MXCSR from memory, for LDMXCSR and VLDMXCSR. The caller has checked that the instruction is enabled.
 pub(crate) fn load_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.load_mem::<u32>(op)?;
     if v & !cpu.features.mxcsr != 0 {
@@ -101,7 +101,7 @@ pub(crate) fn load_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.mxcsr = v;
     Ok(())
 }
-/// Stores MXCSR to memory. The store may end the block.
+/// Stores MXCSR to memory, for STMXCSR and VSTMXCSR. The store may end the block.
 pub(crate) fn store_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.state.mxcsr;
     cpu.store_mem::<u32>(op, v)

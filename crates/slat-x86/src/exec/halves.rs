@@ -1,4 +1,4 @@
-//! The halves of 64-bit values in registers.
+//! Access to the low half of a 64-bit value, and to EDX:EAX.
 
 use crate::Cpu;
 

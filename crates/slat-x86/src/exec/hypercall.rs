@@ -21,9 +21,9 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
         Hypercalls::Patched(by) => patch(cpu, op, by),
     }
 }
-/// Executes VMMCALL or VMCALL of a nested guest. If the nested guest's hypervisor intercepts VMMCALL, VMMCALL calls it;
-/// otherwise VMMCALL raises #UD. As in KVM, VMCALL is patched to VMMCALL, if the machine patches hypercall instructions
-/// at all.
+/// Executes VMMCALL or VMCALL of a nested guest. VMMCALL causes a #VMEXIT if the nested guest's hypervisor intercepts
+/// it, and raises #UD otherwise. VMCALL is patched to VMMCALL, as in KVM, or raises #UD if the machine makes it
+/// undefined.
 fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     match which {
         HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,
@@ -35,7 +35,7 @@ fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow
     }
     Err(cpu.ud())
 }
-/// Overwrites the instruction in memory with the hypercall instruction `by`. The CPU then executes `by`.
+/// Overwrites the instruction in memory with the hypercall instruction `by`, which the CPU executes next.
 fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
     let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
     cpu.store_bytes(at, &by.bytes())?;

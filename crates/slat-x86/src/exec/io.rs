@@ -1,4 +1,4 @@
-//! Port access: IN OUT INS OUTS.
+//! Port access: IN, OUT, INS and OUTS.
 
 use crate::Cpu;
 use crate::devices::{PORT_BYTES, Port, PortKind};
@@ -57,9 +57,9 @@ impl Cpu {
         })
     }
 
-    /// Returns the number of units of a string access at `lin` that one exit moves. If addresses ascend and there are
-    /// no watchpoints, one exit moves all units up to the end of the page, or up to the point where the offset wraps
-    /// around in the address size.
+    /// Returns how many units of a string access at `lin` one exit transfers. If addresses ascend and no debug feature
+    /// observes single units, one exit transfers all units up to the end of the page, or up to where the offset wraps
+    /// around at the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
         let observed = self.traps() || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
         if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
@@ -76,12 +76,13 @@ impl Cpu {
     }
 }
 
-/// Bits of EXITINFO1 for an intercepted access (AMD64 volume 2, 15.10.2): IN, string instruction, repeated instruction.
+/// EXITINFO1 bits of an intercepted port access (AMD64 volume 2, 15.10.2): IN, string instruction, repeated
+/// instruction.
 const IN: u64 = 1;
 const STRING: u64 = 1 << 2;
 const REPEATED: u64 = 1 << 3;
 
-/// Returns the bit of EXITINFO1 for the address size.
+/// Returns the EXITINFO1 bit for the address size.
 fn address_bits(op: &Op) -> u64 {
     u64::from(op.address_size >> 1) << 7
 }
@@ -130,7 +131,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.check_alignment(lin, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
-    // If the string's memory is MMIO, each unit has a separate exit.
+    // If the string is in MMIO, each unit has an exit of its own.
     let count = match is_memory {
         true => cpu.units(op, port, lin, offset),
         false => 1,
@@ -164,8 +165,8 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(cpu.port_exit(op, port, kind, 1))
 }
 
-/// Outputs `count` units, which are in one page, at once. Returns `false` if the units are not in memory, or exceed the
-/// segment's limit. Then the caller outputs the units one by one.
+/// Fetches `count` units, which are in one page, for one exit. Returns `false` if the units are not in memory, or
+/// exceed the segment's limit. The caller then outputs the units one by one.
 fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
     let bytes = (count as usize) << op.size;
     let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {
@@ -182,13 +183,13 @@ fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, B
     Ok(true)
 }
 
-/// Stores in `op` the size of operand number `data`, and whether operand number `port` is DX.
+/// Stores in `op` the size of operand number `data`, and whether the port (operand number `port`) is in DX.
 fn operands(insn: &Instruction, op: &mut Op, data: u32, port: u32) {
     op.size = insn.op_register(data).size().trailing_zeros() as u8;
     op.aux = u8::from(op.r[port as usize] != NONE && insn.op_register(port) == Register::DX);
 }
 
-/// Stores the size of the elements of a string instruction in `op`.
+/// Stores in `op` the size of a string instruction's elements.
 fn element(op: &mut Op, size: u8, handler: Handler) -> Handler {
     op.size = size;
     handler

@@ -1,7 +1,8 @@
-//! The handlers of operations. Each file has the handlers of one kind of instruction, and the rows of the instruction
-//! table (`lower`) that choose among these handlers.
+//! The handlers: functions that execute decoded operations. Each file has the handlers of one kind of instruction, and
+//! the rows of the instruction table (`lower`) that choose among them.
 //!
-//! Handlers first do everything that can fail (loads, checks, the one store), then change registers and flags.
+//! A handler first does everything that can fail (loads, checks, and at most one store), and only then changes
+//! registers and flags.
 
 pub(crate) mod alu;
 pub(crate) mod atomic;
@@ -30,10 +31,10 @@ pub(crate) mod xsave;
 use crate::Cpu;
 use crate::op::{Break, Op, form};
 
-/// The form of a memory operand, as a type. A handler that is compiled for one form computes the address without
-/// testing the form.
+/// The form of a memory operand's address, as a type: a handler that is compiled for one form computes the address
+/// without testing the form.
 pub(crate) trait Form: 'static {
-    /// Whether segments are flat, so that the address needs no check of a segment.
+    /// Whether the operand is in a flat segment, so that the address needs no check of a segment.
     const FLAT: bool;
     /// Returns the address of the operand. Call only if [`FLAT`](Self::FLAT).
     fn flat(cpu: &Cpu, op: &Op) -> u64;
@@ -45,7 +46,7 @@ pub(crate) trait Form: 'static {
 pub(crate) struct Base;
 /// Base plus index plus displacement, in a flat segment.
 pub(crate) struct Index;
-/// Any form, in any segment.
+/// An address of any form, in any segment.
 pub(crate) struct Full;
 
 impl Form for Base {

@@ -7,15 +7,15 @@ use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control::*, is_pat};
 use crate::svm::VM_CR_SVMDIS;
 
-/// The MSRs of SVM.
+/// The numbers of SVM's MSRs.
 const VM_CR: u32 = 0xc001_0114;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
 const TSC_RATIO: u32 = 0xc000_0104;
-/// The time-stamp counter.
+/// The MSR of the time-stamp counter.
 const TSC: u32 = 0x10;
-/// The task priority of a local APIC in x2APIC mode.
+/// The MSR of the local APIC's task priority in x2APIC mode.
 const X2APIC_TPR: u32 = 0x808;
-/// Hyper-V's MSRs for registers of the local APIC: EOI, ICR, TPR.
+/// Hyper-V's MSRs for the local APIC's registers EOI, ICR and TPR.
 const HYPERV_EOI: u32 = 0x4000_0070;
 const HYPERV_TPR: u32 = 0x4000_0072;
 const TSC_DEADLINE: u32 = 0x6e0;
@@ -54,7 +54,7 @@ impl Cpu {
         })
     }
 
-    /// Returns the part of an address that the SYSENTER MSRs store: on AMD's CPUs, only the lower 32 bits.
+    /// Returns the bits of an address that the SYSENTER MSRs can hold: on AMD's CPUs, only the lower 32 bits.
     fn sysenter_address(&self, address: u64) -> u64 {
         match self.is_intel() {
             true => address,
@@ -67,7 +67,7 @@ impl Cpu {
             return Err(MsrFault::Forbidden);
         }
         let needs_canonical = match msr {
-            // On AMD's CPUs these MSRs have 32 bits.
+            // AMD's SYSENTER MSRs hold only 32 bits of an address.
             0x175 | 0x176 => self.is_intel(),
             0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102 => true,
             _ => false,
@@ -96,7 +96,8 @@ impl Cpu {
                     return Err(MsrFault::Invalid);
                 }
                 if !enables && self.state.efer & EFER_SVME != 0 {
-                    // AMD's manual (15.4) does not say what happens to GIF. As in KVM, GIF is set.
+                    // AMD's manual (15.4) does not say what happens to GIF when EFER.SVME is cleared. As in KVM, GIF is
+                    // set.
                     self.state.events.gif_clear = false;
                 }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
@@ -162,13 +163,13 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
     if cpu.svm.is_guest() && cpu.state.efer & EFER_SVME == 0 {
-        // The nested guest has cleared EFER.SVME, because its hypervisor has not intercepted the write (15.4). As in
-        // KVM, guest mode ends, and the hypervisor's state is lost.
+        // The nested guest has cleared EFER.SVME, which its hypervisor did not intercept (15.4). As in KVM, guest mode
+        // ends, and the hypervisor's state is lost.
         cpu.drop_guest_mode();
         return Err(cpu.leave(Exit::Shutdown));
     }
-    // Writes to these MSRs do not serialise (SDM volume 3, "Serializing Instructions"). They are frequent, because
-    // timers and IPIs use them. Hyper-V's MSRs are other names of APIC registers.
+    // Writes to these MSRs do not serialise (SDM volume 3, "Serializing Instructions"). They are excluded because they
+    // are frequent: timers and IPIs use them. Hyper-V's MSRs are other names of APIC registers.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
         cpu.code.clock.serialize();
     }

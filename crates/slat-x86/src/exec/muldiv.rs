@@ -1,4 +1,4 @@
-//! MUL IMUL DIV IDIV.
+//! MUL, IMUL, DIV and IDIV.
 
 use super::{alu, bmi};
 use crate::Cpu;
@@ -8,7 +8,7 @@ use crate::sem::alu::Imul;
 use crate::sem::{self, Compute, DivideError, Now};
 use crate::vector;
 
-/// Writes a double-width result: for bytes to AX, otherwise to DX:AX, EDX:EAX or RDX:RAX.
+/// Writes a result of double width: bytes to AX, wider results to DX:AX, EDX:EAX or RDX:RAX.
 fn set_double<T: Int>(cpu: &mut Cpu, (low, high): (T, T)) {
     if T::BITS == 8 {
         u16::set(cpu, 0, (low.zx() | high.zx() << 8) as u16);
@@ -33,7 +33,7 @@ fn imul<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     multiply::<T, true>(cpu, op)
 }
 
-/// Returns the low and high half of the dividend.
+/// Returns the dividend: its low half and its high half.
 fn dividend<T: Int>(cpu: &Cpu) -> (T, T) {
     if T::BITS == 8 {
         let ax = u16::get(cpu, 0).zx();

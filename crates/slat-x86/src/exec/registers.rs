@@ -1,4 +1,4 @@
-//! Control and debug registers: MOV, SMSW LMSW, CLTS.
+//! Control and debug registers: MOV, SMSW, LMSW and CLTS.
 
 use super::halves::low_half;
 use crate::Cpu;
@@ -9,12 +9,11 @@ use crate::state::control::*;
 use crate::watch::DR6_ONES;
 use iced_x86::{Instruction, OpKind};
 
-/// The bits of CR0 whose change reloads the page-directory-pointer entries of PAE paging (SDM volume 3, "PDPTE
-/// Registers").
+/// The bits of CR0 whose change makes the CPU reload the PDPTEs of PAE paging (SDM volume 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
-/// Bit 63 of the operand of MOV to CR3. With CR4.PCIDE, it means that no translations are invalidated.
+/// Bit 63 of the operand of MOV to CR3. If CR4.PCIDE is set, the bit says that no translations are invalidated.
 const CR3_KEEPS: u64 = 1 << 63;
 
 impl Cpu {
@@ -128,8 +127,8 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Returns the number of the debug register that an instruction accesses. DR4 and DR5 are other names of DR6 and DR7,
-/// unless CR4.DE forbids them.
+/// Returns the number of the debug register that an instruction accesses. DR4 and DR5 mean DR6 and DR7, unless CR4.DE
+/// makes them undefined.
 fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
     cpu.privileged()?;
     match number {

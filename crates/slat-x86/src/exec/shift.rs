@@ -15,7 +15,7 @@ fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u64) -> Flow {
     })
 }
 
-/// Replaces the first operand by its shifted value, unless the count is 0.
+/// Replaces the first operand by its shifted value. If the count is 0, changes nothing.
 #[inline(always)]
 fn change<T: Int>(
     cpu: &mut Cpu,

@@ -1,4 +1,4 @@
-//! PUSH POP, PUSHF POPF, PUSHA POPA, ENTER LEAVE.
+//! PUSH, POP, PUSHF, POPF, PUSHA, POPA, ENTER and LEAVE.
 
 use crate::Cpu;
 use crate::frame::Frame;
@@ -33,7 +33,7 @@ fn pop<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = cpu.state.gpr[4];
     let new = cpu.rsp_plus(T::BYTES);
     cpu.set_rsp(new);
-    // If the destination is memory at an address based on RSP, the address uses RSP after the POP.
+    // A destination in memory whose address is based on RSP uses RSP after the POP.
     if let Err(why) = cpu.set_operand(op, 0, v) {
         cpu.state.gpr[4] = old;
         return Err(why);
@@ -65,7 +65,7 @@ fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.push_sized(op.size, v)?;
     cpu.stored()
 }
-/// Returns the flags that POPF of `size` loads. Call outside virtual-8086 mode.
+/// Returns a mask of the flags that POPF of operand size `size` loads. Call outside virtual-8086 mode.
 fn popped_flags(cpu: &Cpu, size: u8) -> u64 {
     let mut mask = flags::ARITHMETIC | flags::TF | flags::DF | flags::NT | flags::AC | flags::ID;
     let iopl = (cpu.state.rflags & flags::IOPL) >> 12;
@@ -89,7 +89,7 @@ fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(new);
     let old = cpu.flags();
     cpu.set_flags(mask | flags::RF, v & mask);
-    // Usually only arithmetic flags have changed. Then no refresh is needed.
+    // If only arithmetic flags have changed, which is the usual case, no derived state changes.
     if (old ^ cpu.state.rflags) & !flags::ARITHMETIC != 0 {
         cpu.update_table();
         cpu.slow = true;
@@ -187,8 +187,7 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Makes SS the segment of an operation without a memory operand. So a non-canonical stack address raises the stack's
-/// exception.
+/// Gives an operation without a memory operand the segment SS. So a non-canonical stack address raises #SS.
 fn on_stack(op: &mut Op) {
     if op.r[0] != MEM {
         op.seg = 2;

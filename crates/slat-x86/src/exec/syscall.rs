@@ -1,4 +1,4 @@
-//! SYSCALL SYSRET SYSENTER SYSEXIT, SWAPGS, and the FS/GS base instructions.
+//! SYSCALL, SYSRET, SYSENTER, SYSEXIT, SWAPGS, and the instructions that read or write the FS and GS bases.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -6,7 +6,7 @@ use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
 use crate::watch::DR6_BS;
 
-/// Makes SYSCALL or SYSRET cause a single-step trap if TF is set after the instruction. TF before the instruction does
+/// Makes SYSCALL or SYSRET cause a single-step trap at its end if the TF that it has loaded is set; its TF before does
 /// not matter.
 fn step_if_traced(cpu: &mut Cpu) {
     cpu.watch.steps = cpu.requests.debugger.single_step;

@@ -1,5 +1,5 @@
-//! System instructions: CPUID, time, HLT, flags, TLB and cache control. The other system instructions are in
-//! `registers`, `msr` and `hypercall`.
+//! System instructions: CPUID, time, HLT, flags, TLB and cache control. Other system instructions are in `registers`,
+//! `msr` and `hypercall`.
 
 use super::halves::{low_half, set_edx_eax};
 use crate::Cpu;
@@ -52,7 +52,7 @@ impl Cpu {
     }
 }
 
-/// Raises #UD unless the CPU has the feature.
+/// Raises #UD unless `feature`, which says whether the CPU has a feature, is true.
 fn has(cpu: &mut Cpu, feature: bool) -> Result<(), Break> {
     match feature {
         true => Ok(()),
@@ -70,7 +70,7 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     read_tsc(cpu, op, code::RDTSC)
 }
-/// Executes RDTSC or RDTSCP. `code` is the intercept of the instruction.
+/// Executes RDTSC or RDTSCP. `code` is the SVM exit code for its interception.
 fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
     cpu.intercept(op, code)?;
@@ -98,7 +98,7 @@ fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::ExitAfter)
 }
 
-/// Executes RSM: ends the run, and the caller restores the saved state.
+/// Executes RSM: ends the run, so that the caller restores the saved state.
 fn rsm(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RSM)?;
     match cpu.state.events.smm {
@@ -177,7 +177,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         false => low_half(base.wrapping_add(offset)),
     };
     cpu.intercept_with(op, code::INVLPG, lin)?;
-    // As the SDM (volume 2) says, the instruction does nothing if the address is not canonical.
+    // INVLPG does nothing if the address is not canonical (SDM volume 2).
     if cpu.canonical(lin) {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
@@ -234,7 +234,7 @@ fn monitor(cpu: &mut Cpu, op: &Op) -> Flow {
 fn pause(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_pause(op)
 }
-/// Executes RDPMC. The CPU has no performance counters.
+/// Executes RDPMC, which always fails: the CPU has no performance counters.
 fn rdpmc(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RDPMC)?;
     Err(cpu.ud())
@@ -246,7 +246,7 @@ fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_bytes(lin, &[0; CACHE_LINE as usize])?;
     cpu.stored()
 }
-/// Executes a cache-line instruction: checks the address as a load does, but flushes nothing.
+/// Executes an instruction that flushes a cache line: checks the address as a load does, but flushes nothing.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
 }
@@ -275,14 +275,13 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Marks `op` as the second of two instructions that share a handler.
+/// Marks `op` as the second of two instructions that share a handler: sets `aux` to 1.
 fn second(op: &mut Op, handler: Handler) -> Handler {
     op.aux = 1;
     handler
 }
 
-/// Fills in the implicit memory operand of CLZERO. Its address is in RAX, and its segment is DS or the segment of the
-/// prefix.
+/// Fills in the implicit memory operand of CLZERO: the address in RAX, in DS or the segment that a prefix selects.
 fn address_in_ax(insn: &Instruction, op: &mut Op) {
     (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
     op.seg = match insn.segment_prefix() {

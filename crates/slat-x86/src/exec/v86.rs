@@ -1,5 +1,5 @@
-//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): its entry, and its sensitive instructions. CR4.VME and CR4.PVI
-//! enable extensions in which VIF replaces IF.
+//! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how IRET enters it, and its sensitive instructions. The
+//! extensions of CR4.VME and CR4.PVI let a program use VIF instead of IF.
 //!
 //! Events leave the mode in [`Cpu::deliver_protected`](crate::interrupt).
 
@@ -7,18 +7,18 @@ use crate::Cpu;
 use crate::op::{Break, Flow};
 use crate::state::{Segment, control, flags};
 
-/// The rights of a segment register in virtual-8086 mode: present data of privilege level 3.
+/// The access rights of all segment registers in virtual-8086 mode: present data segments of privilege level 3.
 const RIGHTS: u32 = 0xf3;
 /// The largest offset of a segment.
 const LIMIT: u64 = 0xffff;
-/// The offset in the 32-bit TSS of the 16-bit field that holds the offset of the I/O permission bitmap.
+/// The offset of a 16-bit field in the 32-bit TSS. The field holds the offset of the I/O permission bitmap.
 const IO_MAP: u64 = 0x66;
-/// The number of bytes of the interrupt redirection bitmap, which ends where the I/O permission bitmap begins.
+/// The size of the interrupt redirection bitmap in bytes. It ends where the I/O permission bitmap begins.
 const REDIRECTION_BYTES: u64 = 32;
 /// The flags that POPF and IRET load in virtual-8086 mode.
 pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::NT;
 
-/// The flag that tells an instruction whether interrupts are enabled.
+/// The flag that an instruction uses as its interrupt flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InterruptFlag {
     /// RFLAGS.IF.
@@ -27,7 +27,7 @@ pub(crate) enum InterruptFlag {
     Virtual,
 }
 
-/// Returns `image` as a virtual-8086 program sees RFLAGS: with VIF in the place of IF, and with IOPL 3.
+/// Returns the RFLAGS in `image` as a virtual-8086 program sees them: VIF in the position of IF, and IOPL 3.
 fn to_program(image: u64) -> u64 {
     let enabled = if image & flags::VIF != 0 {
         flags::IF
@@ -42,7 +42,7 @@ impl Cpu {
         (self.state.rflags & flags::IOPL) >> 12
     }
 
-    /// Returns the flag that CLI and STI change. Raises #GP(0) if the instructions are privileged in this state.
+    /// Returns the flag that CLI and STI change. Raises #GP(0) if CLI and STI are not allowed in this mode.
     pub(crate) fn interrupt_flag(&mut self) -> Result<InterruptFlag, Break> {
         if u64::from(self.cpl) <= self.iopl() {
             return Ok(InterruptFlag::Real);
@@ -57,8 +57,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the flag that PUSHF, POPF and IRET of `size` use as IF. Raises #GP(0) if virtual-8086 mode does not
-    /// allow these instructions.
+    /// Returns the flag that PUSHF, POPF and IRET of operand size `size` use as IF. Raises #GP(0) if they are not
+    /// allowed in virtual-8086 mode.
     pub(crate) fn pushed_interrupt_flag(&mut self, size: u8) -> Result<InterruptFlag, Break> {
         if !self.virtual_8086() || self.iopl() == 3 {
             return Ok(InterruptFlag::Real);
@@ -78,9 +78,9 @@ impl Cpu {
         }
     }
 
-    /// Returns the flags that POPF and IRET load in virtual-8086 mode from the popped `image` of `size` bytes: the mask
-    /// of these flags, and their values. Raises #GP(0) if the image enables virtual interrupts while one is pending, or
-    /// also sets TF.
+    /// For POPF and IRET of operand size `size` in virtual-8086 mode: returns a mask of the flags that they load from
+    /// the popped `image`, and the values of these flags. Raises #GP(0) if the image enables virtual interrupts while
+    /// one is pending, or sets TF as well.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,
@@ -100,7 +100,7 @@ impl Cpu {
         Ok((LOADED & !flags::IF | flags::VIF, value))
     }
 
-    /// Sets VIF, for STI. If a virtual interrupt is pending, raises #GP(0) so that the monitor can deliver it.
+    /// Sets VIF, for STI. If a virtual interrupt is pending, raises #GP(0) instead, so that the monitor can deliver it.
     pub(crate) fn enable_virtual_interrupts(&mut self) -> Flow {
         if self.state.rflags & flags::VIP != 0 {
             return Err(self.gp());
@@ -109,13 +109,14 @@ impl Cpu {
         Ok(())
     }
 
-    /// Finishes an IRET to virtual-8086 mode. The caller has read RIP, CS and the `image` of RFLAGS from the frame.
-    /// This function reads the rest. It does not change the stack pointer of the old mode.
+    /// Finishes an IRET to virtual-8086 mode. The caller has read RIP, CS and RFLAGS (`image`) from the frame on the
+    /// stack. This function reads the rest of the frame. It does not change the stack pointer of the mode that IRET
+    /// leaves.
     pub(crate) fn enter_virtual_8086(&mut self, rip: u64, cs: u16, image: u64) -> Flow {
         if rip > LIMIT {
             return Err(self.gp());
         }
-        // The frame contains ESP, SS, ES, DS, FS and GS after EIP, CS and EFLAGS.
+        // After EIP, CS and EFLAGS, the frame contains ESP, SS, ES, DS, FS and GS.
         let mut words = [0; 6];
         for (word, at) in words.iter_mut().zip((12..).step_by(4)) {
             *word = self.peek_sized(2, at)?;
@@ -135,7 +136,7 @@ impl Cpu {
     }
 
     /// Decides how INT `vector` is executed in virtual-8086 mode. Returns `true` if it calls the program's own handler,
-    /// by the table at linear address 0. Raises #GP(0) if the monitor has to emulate it.
+    /// which is found in the table at linear address 0. Raises #GP(0) if the monitor has to emulate the instruction.
     pub(crate) fn redirects(&mut self, vector: u8) -> Result<bool, Break> {
         if !self.virtual_8086() {
             return Ok(false);
@@ -149,8 +150,8 @@ impl Cpu {
         }
     }
 
-    /// Reads the bit of `vector` in the TSS's interrupt redirection bitmap. Raises #GP(0) if the TSS ends before the
-    /// bit.
+    /// Whether the bit of `vector` in the TSS's interrupt redirection bitmap leaves INT `vector` to the monitor. Raises
+    /// #GP(0) if the TSS ends before the bit.
     fn is_left_to_monitor(&mut self, vector: u8) -> Result<bool, Break> {
         let tr = self.state.tr;
         let last = |at: u64, bytes: u64| at + bytes - 1 <= u64::from(tr.limit);
@@ -169,7 +170,7 @@ impl Cpu {
         Ok(bits >> (vector % 8) & 1 != 0)
     }
 
-    /// Calls the program's own handler of INT `vector`. The handler returns to `return_rip`.
+    /// Calls the program's own handler of INT `vector`. The handler will return to `return_rip`.
     pub(crate) fn deliver_redirected(&mut self, vector: u8, return_rip: u64) -> Flow {
         let entry = self.as_system(|cpu| cpu.load::<u32>(u64::from(vector) * 4))?;
         let (flag, cleared) = match self.iopl() {

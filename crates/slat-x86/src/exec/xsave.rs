@@ -1,11 +1,9 @@
-//! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the
-//! XSAVE Feature Set").
+//! XSAVE, XSAVEOPT, XSAVEC, XSAVES, XRSTOR, XRSTORS, XGETBV, XSETBV, RDPKRU and WRPKRU (SDM volume 1, "Managing State
+//! Using the XSAVE Feature Set").
 //!
-//! There are no supervisor state components. The manual allows XSAVES to save components that were not modified, so
-//! here XSAVES is a privileged XSAVEC.
-//!
-//! The state components are x87, SSE, AVX and PKRU. To find out whether a component is in its initial state, an
-//! instruction compares the component with that state.
+//! The state components are x87, SSE, AVX and PKRU; there are no supervisor components. The manual allows XSAVES to
+//! save components that were not modified, so here XSAVES is a privileged XSAVEC. An instruction that needs to know
+//! whether a component is in its initial state compares the component with that state.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -16,19 +14,19 @@ use crate::state::{MXCSR_INIT, control, xcr0};
 /// The offset of the header, which follows the legacy region.
 const HEADER: usize = 512;
 const HEADER_END: usize = 576;
-/// The offset of the upper halves of the YMM registers, in both formats.
+/// The offset of the AVX component (the upper halves of the YMM registers), in both formats.
 const AVX: usize = HEADER_END;
 const AVX_END: usize = AVX + 256;
 const PKRU_BYTES: usize = 8;
-/// XCOMP_BV: the area is in the compacted format.
+/// Bit 63 of XCOMP_BV: the area is in the compacted format.
 const COMPACTED: u64 = 1 << 63;
 
-/// The values of `aux` for the instructions that save.
+/// The values of `aux` that distinguish the instructions that save.
 const XSAVE: u8 = 0;
 const XSAVEOPT: u8 = 1;
 const XSAVEC: u8 = 2;
 const XSAVES: u8 = 3;
-/// The values of `aux` for the instructions that restore.
+/// The values of `aux` that distinguish the instructions that restore.
 const XRSTOR: u8 = 0;
 const XRSTORS: u8 = 1;
 
@@ -39,7 +37,7 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     not_task_switched(cpu)
 }
 
-/// Returns RFBM: the components that the instruction asks for (EDX:EAX) and that XCR0 enables.
+/// Returns RFBM: the components that EDX:EAX requests and that XCR0 enables.
 fn requested(cpu: &Cpu) -> u64 {
     let mask = cpu.state.gpr[0] & 0xffff_ffff | cpu.state.gpr[2] << 32;
     mask & cpu.state.xcr0
@@ -61,15 +59,15 @@ fn in_use(cpu: &Cpu) -> u64 {
     components
 }
 
-/// Returns the number of vector registers in the current mode.
+/// Returns the number of vector registers that the current mode has.
 fn registers(cpu: &Cpu) -> usize {
     if cpu.is_64() { 16 } else { 8 }
 }
 
-/// The offset of the XMM registers.
+/// The offset of the XMM registers in the area.
 const XMM: usize = 160;
 
-/// Returns the bytes of these halves of vector registers.
+/// Returns the bytes of 16 halves of vector registers, in memory order.
 fn halves_to_bytes(halves: &[u128; 16]) -> [u8; 256] {
     let mut bytes = [0; 256];
     for (to, half) in bytes.chunks_exact_mut(16).zip(halves) {
@@ -78,7 +76,7 @@ fn halves_to_bytes(halves: &[u128; 16]) -> [u8; 256] {
     bytes
 }
 
-/// Sets the first halves from `bytes`. Halves beyond the end of `bytes` become zero.
+/// Sets halves of vector registers from `bytes`. If `bytes` is shorter, the rest of the halves becomes zero.
 fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     let (from, _) = bytes.as_chunks::<16>();
     for (n, half) in halves.iter_mut().enumerate() {
@@ -86,7 +84,8 @@ fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     }
 }
 
-/// Returns the offset of PKRU in an area. If the area has the compacted format, `compacted` is its components.
+/// Returns the offset of PKRU in an area. `compacted`: the components of an area in the compacted format; `None` for
+/// the standard format.
 fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     match compacted {
         None => cpu.features.pkru_offset,
@@ -95,7 +94,8 @@ fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     }
 }
 
-/// Returns the size in bytes of an area with `components`. The area always includes the header.
+/// Returns the size in bytes of an area that holds `components`, including its header. `compacted`: see
+/// [`pkru_offset`].
 fn end(cpu: &Cpu, components: u64, compacted: Option<u64>) -> usize {
     let mut end = HEADER_END;
     if components & xcr0::AVX != 0 {
@@ -141,7 +141,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut image = cpu.state.to_fxsave();
     image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
-    // All parts are checked before any part is written, so that a fault changes nothing.
+    // Check all parts before writing any, so that a fault changes nothing.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
     if written & xcr0::AVX != 0 {
@@ -212,7 +212,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
     let mxcsr = word(24) as u32;
-    // In the standard format, MXCSR is loaded even if the SSE state is initial, and also if only AVX is restored.
+    // In the standard format, MXCSR is loaded if SSE or AVX is restored, even if the component is in its initial state.
     let takes_mxcsr = match compacted {
         true => requested & present & xcr0::SSE != 0,
         false => requested & (xcr0::SSE | xcr0::AVX) != 0,
@@ -261,7 +261,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Writes PKRU. Flushes the TLB, because its entries hold access rights that depend on the old PKRU.
+    /// Writes PKRU. Flushes the TLB, because its entries hold access rights that depend on PKRU.
     pub(crate) fn set_pkru(&mut self, pkru: u32) {
         let changed = self.state.pkru != pkru;
         self.state.pkru = pkru;
@@ -270,7 +270,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the bytes of an XSAVE area in the standard format with the components of XCR0.
+    /// Returns the size in bytes of an XSAVE area in the standard format that holds the components enabled in XCR0.
     pub(crate) fn xsave_bytes(&self) -> usize {
         end(self, self.state.xcr0, None)
     }
@@ -306,7 +306,7 @@ fn xsetbv(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     cpu.state.xcr0 = v;
-    // The mode has to be updated, because it says whether AVX instructions raise #UD.
+    // XCR0 affects the CPU's mode, which says whether AVX instructions raise #UD.
     cpu.refresh();
     Err(Break::End)
 }
@@ -335,7 +335,7 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` which of the instructions that share a handler this is.
+/// Stores in `op`, as `aux`, which of the instructions that share a handler this is.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

@@ -4,25 +4,25 @@ use crate::mode;
 use crate::op::{MEM, NONE, Op, form, segment};
 use iced_x86::{Instruction, OpKind, Register};
 
-/// The properties of a register that an operation needs.
+/// What an operation needs to know about a register.
 #[derive(Clone, Copy)]
 struct Known {
     /// The register's number among the registers of its kind. AH, CH, DH and BH have the numbers 16 to 19. [`NONE`] for
     /// RIP and EIP.
     number: u8,
     bytes: u8,
-    /// The index of the operand size. It is 3 for 8 bytes and for more.
+    /// The logarithm of the register's size in bytes; 3 for more than 8 bytes, too.
     size: u8,
-    /// The segment of an address with this base register if there is no segment prefix: 2 (SS) or 3 (DS).
+    /// The segment of an address that has this base register and no segment prefix: 2 (SS) or 3 (DS).
     seg: u8,
 }
 
-/// The properties of the registers, indexed by iced's number. One table is faster than iced's own functions, which read
-/// a separate table for each property.
+/// What an operation needs to know about each register, indexed by iced's number. One table is faster than iced's own
+/// functions, which read a separate table for each property.
 static REGISTERS: [Known; 256] = {
     use Register::*;
-    // The first register of each kind, the number of registers of this kind, our number of the first register, and the
-    // registers' size.
+    // For each kind of register: iced's first register, the number of registers, the number that we give to the first
+    // one, and the registers' size.
     let files = [
         (AL, 4, 0, 1),
         (AH, 4, 16, 1),
@@ -71,7 +71,7 @@ static REGISTERS: [Known; 256] = {
     registers
 };
 
-/// Returns the index of the size of operands of `bytes` bytes: 3 for more than 8 bytes, 0 for no bytes.
+/// Returns the logarithm of an operand size in bytes: 3 for more than 8 bytes, 0 for no bytes.
 const fn size_index(bytes: u8) -> u8 {
     match bytes {
         0 | 1 => 0,
@@ -86,8 +86,8 @@ fn known(r: Register) -> Known {
     REGISTERS[usize::from(r as u8)]
 }
 
-/// Fills in the fields that all instructions have. Rare kinds of operands are handled in functions that are not
-/// inlined. Otherwise the loop would be slower, because it would first prepare for every kind.
+/// Fills in the fields that all instructions have. Functions that are not inlined handle rare kinds of operands:
+/// otherwise the loop would be slower, because it would prepare for every kind first.
 #[inline(always)]
 pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     if insn.has_lock_prefix() || insn.has_repe_prefix() || insn.has_repne_prefix() {
@@ -99,7 +99,7 @@ pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     }
     for k in 0..op.r.len() {
         match insn.op_kind(k as u32) {
-            // The instruction has no further operands.
+            // There are no further operands.
             OpKind::Register if insn.op_register(k as u32) == Register::None => break,
             OpKind::Register => op.r[k] = known(insn.op_register(k as u32)).number,
             OpKind::Memory => {
@@ -116,7 +116,7 @@ pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     };
 }
 
-/// Fills in an operand that is neither a register nor memory at a base or an index.
+/// Fills in an operand that is neither a register nor memory at an address with a base or an index register.
 #[inline(never)]
 fn other(insn: &Instruction, kind: OpKind, op: &mut Op) {
     match kind {
@@ -162,13 +162,13 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         Register::None => base.seg,
         Register::FS => 4,
         Register::GS => 5,
-        // In 64-bit mode, other segment prefixes have no effect. The base register decides whether a bad address raises
+        // In 64-bit mode, other segment prefixes have no effect: the base register decides whether a bad address raises
         // #SS or #GP.
         _ if is_64 => base.seg,
         prefix => segment(prefix),
     };
     op.address_size = match (insn.memory_base(), insn.memory_index()) {
-        // The index register of a gather is a vector register, from which the address size cannot be derived.
+        // A gather's index is a vector register, which does not tell the address size.
         (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
         (Register::None, _) => index.bytes,
         _ => base.bytes,

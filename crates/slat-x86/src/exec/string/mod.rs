@@ -1,11 +1,11 @@
-//! String instructions: MOVS STOS LODS SCAS CMPS, with REP.
+//! String instructions: MOVS, STOS, LODS, SCAS and CMPS, with REP.
 //!
 //! An instruction can be interrupted between two iterations, because the registers always describe the remaining
 //! iterations. So a repeated instruction stops after a bounded number of iterations and starts again at its own RIP. It
 //! also stops after each iteration that accesses MMIO, so the device model sees each such iteration as a separate
 //! instruction.
 //!
-//! Without watchpoints and alignment checks, a repeated instruction handles many elements of a page at once
+//! If there are no watchpoints and no alignment checks, a repeated instruction handles many elements of a page at once
 //! ([`stretch`]).
 
 mod stretch;
@@ -48,7 +48,7 @@ impl Cpu {
         self.string_register(1, address_size)
     }
 
-    /// Returns the linear address that `register` points to in segment `seg`.
+    /// Returns the linear address of `bytes` bytes in segment `seg` at the offset in `register`.
     pub(crate) fn string_address(
         &mut self,
         seg: u8,
@@ -60,7 +60,7 @@ impl Cpu {
         self.segmented(seg, offset, bytes)
     }
 
-    /// Whether DF is set, so that the instruction proceeds to lower addresses.
+    /// Whether DF is set: the instruction proceeds to lower addresses.
     fn is_descending(&self) -> bool {
         self.state.rflags & DF != 0
     }
@@ -82,8 +82,9 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
-    /// Interrupts a repeated instruction before its last iteration. Sets RF, so that an instruction breakpoint is not
-    /// hit again (SDM volume 3, "Instruction-Breakpoint Exception Condition").
+    /// Stops a repeated instruction before its last iteration; the rest is executed as a new instruction. Sets RF, so
+    /// that the rest does not hit an instruction breakpoint (SDM volume 3, "Instruction-Breakpoint Exception
+    /// Condition").
     fn iterate_later(&mut self, op: &Op) -> Flow {
         self.state.rflags |= RF;
         self.slow = true;
@@ -92,9 +93,9 @@ impl Cpu {
     }
 }
 
-/// Executes a string instruction with its prefix. Each step first calls `stretch`, which handles many elements at once;
-/// its argument is the number of remaining elements. If `stretch` returns `None`, `once` handles the next element. If
-/// `once` returns `false`, the instruction ends.
+/// Executes a string instruction with its prefix. `stretch` gets the number of remaining elements, and handles many of
+/// them at once if it can. If it returns `None`, `once` handles the next element. If `once` returns `false`, the
+/// instruction ends.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -139,8 +140,8 @@ fn repeat<T: Int>(
                     Then::Leave => break,
                 }
             }
-            // The finished iterations count as executed. The remaining iterations start again as an instruction, which
-            // then fails at its first access.
+            // The finished iterations count as executed. The rest starts again as a new instruction, whose first access
+            // then fails.
             Err(_) if done > 0 => break,
             Err(why) => return Err(why),
         }
@@ -188,7 +189,7 @@ fn lods<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )
 }
 
-/// Whether a REPE or REPNE prefix continues after the last comparison.
+/// Whether REPE or REPNE continues after the last comparison.
 fn goes_on(cpu: &Cpu, op: &Op) -> bool {
     cpu.zf() == (op.rep == 1)
 }

@@ -1,10 +1,10 @@
-//! Stretches: the elements of a repeated string instruction that are handled at once.
+//! Stretches: sequences of a repeated string instruction's elements that are handled at once.
 //!
-//! A stretch begins at the element that the registers describe, and goes in the direction of DF. A stretch has one or
-//! two sides: the source and the destination. On each side it stays in one page, in its segment, and in the range of
+//! A stretch begins at the element to which the registers point, and goes in the direction of DF. It has one or two
+//! sides: the source and the destination. On each side it stays in one page, in its segment, and in the range of
 //! offsets of the address size. Some elements cannot be in a stretch: an element that crosses into another page or
 //! beyond its segment's limit, an element whose offset wraps around, and MMIO. The instruction handles such an element
-//! alone, and raises the element's exceptions.
+//! alone, and raises its exceptions.
 
 use crate::int::Int;
 use crate::mem::Destination;
@@ -12,8 +12,8 @@ use crate::op::{Break, Op};
 use crate::{Access, Cpu};
 use slat_guard::Gone;
 
-/// The result of a stretch. At least one element is done. All registers except RCX already describe the remaining
-/// elements.
+/// The result of a stretch: the number of handled elements, at least one. All registers except RCX already describe the
+/// remaining elements.
 pub(super) struct Stretch {
     pub(super) elements: u64,
     pub(super) then: Then,
@@ -21,10 +21,10 @@ pub(super) struct Stretch {
 
 pub(super) enum Then {
     Continue,
-    /// The comparison ends the instruction.
+    /// The result of the last comparison ends the instruction.
     End,
-    /// The access of the next element has failed. The reason may be a kick by the caller, so `attention` is checked
-    /// before the next access.
+    /// The access to the next element has failed. The caller may have kicked the CPU to stop it, so `attention` is
+    /// checked before the next access.
     Leave,
 }
 
@@ -53,9 +53,9 @@ impl Side {
         }
     }
 
-    /// Returns the number of elements that a stretch can have on this side, at most `left`. An element has `bytes`
-    /// bytes. The stretch begins at the register's element and proceeds in the direction of DF. It ends with the page,
-    /// or where the offset would wrap around. Returns 0 if the segment does not contain the first element.
+    /// Returns how many elements of `bytes` bytes a stretch can have on this side, at most `left`. The stretch begins
+    /// at the element to which the register points, and proceeds in the direction of DF. It ends with the page, or
+    /// where the offset would wrap around. Returns 0 if the first element is not inside the segment.
     fn room(self, cpu: &mut Cpu, bytes: u64, left: u64) -> u64 {
         let offset = cpu.string_register(self.register, self.address_size);
         let Some(lin) = cpu.linear(self.seg, offset, bytes) else {
@@ -73,8 +73,8 @@ impl Side {
         left.min(page).min(offsets)
     }
 
-    /// Returns the linear address of the lowest of `elements` elements of `bytes` bytes. [`room`](Self::room) has
-    /// returned at least this number of elements. `None`: the segment does not contain all of them.
+    /// Returns the linear address of the lowest of `elements` elements of `bytes` bytes; [`room`](Self::room) has
+    /// returned at least this number. `None`: not all of them are inside the segment.
     fn lowest(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Option<u64> {
         let offset = cpu.string_register(self.register, self.address_size);
         let lowest = match cpu.is_descending() {
@@ -84,8 +84,8 @@ impl Side {
         cpu.linear(self.seg, lowest, elements * bytes)
     }
 
-    /// Returns the linear and the host address of the lowest of `elements` elements, which are read. `None`: the
-    /// segment does not contain all of them, or they are not memory.
+    /// Prepares to read `elements` elements: returns the linear and the host address of the lowest. `None`: not all of
+    /// them are inside the segment, or they are not in memory.
     ///
     /// # Errors
     /// The exception of the first element.
@@ -105,7 +105,7 @@ impl Side {
         Ok(host.map(|host| (lin, host)))
     }
 
-    /// Like [`Self::read`], but for elements that are written.
+    /// Like [`Self::read`], but prepares to write the elements.
     fn write(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Result<Option<Destination>, Break> {
         let Some(lin) = self.lowest(cpu, bytes, elements) else {
             return Ok(None);
@@ -121,8 +121,8 @@ impl Side {
     }
 }
 
-/// Returns the result of a stretch of `n` elements. `all` is the result of its guarded access: `Ok` if all bytes are
-/// done, otherwise the number of bytes that are done.
+/// Returns the result of a stretch of `n` elements. `all` is the result of its guarded access: `Ok`, or the number of
+/// bytes that were accessed before the access failed.
 fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     let (elements, then) = match all {
         Ok(()) => (n, Then::Continue),
@@ -131,9 +131,9 @@ fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     (elements > 0).then_some(Stretch { elements, then })
 }
 
-/// Copies `bytes` bytes, which are elements of `T`, one element after another, the last element first. If no word of 8
-/// bytes overlaps its own destination, copies such words, which has the same result. `Err` contains the number of bytes
-/// that were copied.
+/// Copies `bytes` bytes as elements of `T`, one after another, beginning with the last element. Copies words of 8 bytes
+/// instead if this has the same result: if no word overlaps its own destination. On failure, `Err` contains the number
+/// of bytes that were copied.
 ///
 /// # Safety
 /// - as for [`slat_guard::copy`].
@@ -148,7 +148,7 @@ unsafe fn copy_descending<T: Int>(
         if distance >= word && distance.wrapping_neg() >= word {
             while left >= word {
                 let at = left - word;
-                // SAFETY: the caller keeps this function's contract: guarded accesses to both ranges are allowed.
+                // SAFETY: guarded accesses to both ranges are allowed, as this function's `# Safety` demands.
                 unsafe {
                     let v = slat_guard::load(from.wrapping_add(at).cast::<u64>())?;
                     slat_guard::store(to.wrapping_add(at).cast::<u64>(), v)?;
@@ -158,7 +158,7 @@ unsafe fn copy_descending<T: Int>(
         }
         while left > 0 {
             let at = left - T::BYTES as usize;
-            // SAFETY: the caller keeps this function's contract: guarded accesses to both ranges are allowed.
+            // SAFETY: guarded accesses to both ranges are allowed, as this function's `# Safety` demands.
             unsafe {
                 let v = slat_guard::load(from.wrapping_add(at).cast::<T>())?;
                 slat_guard::store(to.wrapping_add(at).cast::<T>(), v)?;
@@ -179,7 +179,7 @@ pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         return Ok(None);
     }
     let bytes = (n * T::BYTES) as usize;
-    // The exceptions of an element's source have precedence over those of its destination.
+    // If both addresses of an element fault, the fault of the source is raised.
     let Some((lin, from)) = source.read(cpu, T::BYTES, n)? else {
         return Ok(None);
     };
@@ -187,8 +187,8 @@ pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         return Ok(None);
     };
     let (distance, descending) = (to.distance_from(from), cpu.is_descending());
-    // A copy byte by byte, upwards, has the same result as a copy element by element, even if source and destination
-    // overlap. The exception is an element that overlaps its own destination.
+    // Copying bytes in ascending order has the same result as copying elements, even if source and destination overlap,
+    // unless an element overlaps its own destination.
     let element = T::BYTES as usize;
     if distance != 0 && (distance < element || distance.wrapping_neg() < element) {
         return Ok(None);
@@ -219,7 +219,7 @@ pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
     }))
 }
 
-/// Writes the accumulator to elements: STOS.
+/// Stores the accumulator in all elements: STOS.
 pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<Stretch>, Break> {
     let destination = Side::destination(op);
     let n = destination.room(cpu, T::BYTES, left);
@@ -244,8 +244,8 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         };
         all = filled.map_err(|elements| match descending {
             false => elements * T::BYTES as usize,
-            // The elements with the lowest addresses were filled, which come last in this direction. All elements are
-            // filled again.
+            // The elements with the lowest addresses were filled. In this direction they come last, so the registers
+            // cannot describe the rest: all elements are filled again.
             true => 0,
         });
         all
@@ -258,8 +258,8 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
     Ok(stretch.inspect(|stretch| destination.advance(cpu, stretch.elements * T::BYTES)))
 }
 
-/// Reads only the last element of the stretch: LODS. The other elements are in the same page of memory, so reading them
-/// would have no effect.
+/// Reads only the last element of the stretch: LODS. The stretch is in one page of memory, so reading the other
+/// elements would have no effect.
 pub(super) fn load_last<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
@@ -296,25 +296,25 @@ pub(super) enum Left<T> {
     Source,
 }
 
-/// Returns a word of 8 bytes in which each element of `T` is 1.
+/// Returns an 8-byte word in which each element of type `T` is 1.
 const fn ones<T: Int>() -> u64 {
     u64::MAX / (u64::MAX >> (64 - T::BITS))
 }
 
-/// Returns the index of the first element after which the prefix ends the instruction. `difference` is the exclusive or
-/// of eight bytes of the left side and eight bytes of the right side.
+/// Returns the index of the first element at which the prefix ends the instruction. `difference` is the exclusive or of
+/// eight bytes of the left operand and eight bytes of the right operand.
 #[inline(always)]
 fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     let ends = match repe {
         true => difference,
-        // In this word, the lowest bit that is set is in the lowest element that is 0.
+        // The lowest bit that is set in this word belongs to the lowest element that is 0.
         false => difference.wrapping_sub(ones::<T>()) & !difference & ones::<T>() << (T::BITS - 1),
     };
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
-/// Compares elements: CMPS and SCAS. In ascending direction, compares eight bytes at once. The caller handles the
-/// elements that remain if less than eight bytes are left.
+/// Compares elements: CMPS and SCAS. In ascending direction, compares eight bytes at once. If less than eight bytes
+/// remain, the caller handles their elements.
 pub(super) fn compare<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
