@@ -98,7 +98,7 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Acts on other CPUs' changes of code. Call if `attention` has the bit [`CodePages::CHANGED`].
+    /// Acts on other CPUs' changes of code. Call if `attention` has the bit `CodePages::CHANGED`.
     pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
         self.code.member.heed(attention, |pages| {

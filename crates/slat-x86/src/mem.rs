@@ -5,9 +5,10 @@
 //! precise: a load or store that fails has had no effect, and an access that crosses into another page translates both
 //! pages before it accesses either.
 //!
-//! If the machine tracks a page, or the page holds decoded code, the TLB has an entry for reads of the page, but no
-//! entry for writes. So a store to such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in
-//! `places`) make such stores. They report the store to the machine, and to the CPUs that share the code.
+//! If the machine tracks a page, or the page holds decoded code, the TLB may have an entry for reads of the page, but
+//! none for writes. So a store to such a page misses the TLB. [`Cpu::write_to`] and `Cpu::write_places` (in `places`)
+//! make these stores. They report the store to the machine if it tracks the page, and to all CPUs if the page holds
+//! decoded code.
 
 mod address;
 mod alignment;
@@ -28,10 +29,10 @@ use places::Place;
 pub(crate) use places::{Destination, Places};
 use slat_guard::{Gone, Word};
 
-/// The number of bytes of a cache line.
+/// The size of a cache line in bytes.
 pub(crate) const CACHE_LINE: u64 = 64;
 
-/// Reads, changes and writes a word; atomically if `lock`. Returns the old and the new value.
+/// Reads a word, changes it by `f`, and writes it; atomically if `lock`. Returns the old and the new value.
 ///
 /// # Safety
 /// The requirements of [`slat_guard::store`].
@@ -42,10 +43,10 @@ unsafe fn exchange<T: Int>(
     mut f: impl FnMut(T) -> T,
 ) -> Result<(T, T), Gone> {
     loop {
-        // SAFETY: the caller keeps this function's contract: no Rust object is at `word`.
+        // SAFETY: no Rust object is at `word`, as this function's `# Safety` demands.
         let old = unsafe { slat_guard::load(word) }?;
         let new = f(old);
-        // SAFETY: the caller keeps this function's contract: no Rust object is at `word`.
+        // SAFETY: no Rust object is at `word`, as this function's `# Safety` demands.
         let done = unsafe {
             if lock {
                 slat_guard::compare_exchange(word, old, new)?.is_ok()
@@ -61,8 +62,8 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Like [`load`](Self::load), but returns `None` if the fast path cannot make the access. A handler that calls this
-    /// function, and a separate function for the slow path, needs no stack frame for the fast path.
+    /// Like [`load`](Self::load), but returns `None` if the fast path cannot make the access. If a handler calls a
+    /// separate function for the slow path, its fast path needs no stack frame.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -100,14 +101,14 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Returns the result of a handler that has stored to memory: ends the block if the store requires it.
+    /// Returns the result of a handler that has stored to memory: ends the block if the store makes that necessary.
     #[inline(always)]
     pub(crate) fn stored(&mut self) -> Result<(), Break> {
         if self.stop { Err(Break::End) } else { Ok(()) }
     }
 
-    /// Reads, changes and writes a word. Returns the old and the new value. If `lock` and the word is in one page, this
-    /// is atomic.
+    /// Reads a word, changes it by `f`, and writes it. Returns the old and the new value. If `lock`, this is atomic,
+    /// unless the word is in two pages.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,
@@ -127,8 +128,8 @@ impl Cpu {
         Ok(both)
     }
 
-    /// Call before a locked access that crosses a cache line, for which a processor locks the bus (SDM
-    /// volume 3, "Bus Locking").
+    /// Call before a locked access that crosses a cache line, for which a processor locks the bus (SDM volume 3, "Bus
+    /// Locking"). Ends the run if the caller wants to know of it before.
     #[cold]
     fn before_bus_lock(&mut self) -> Result<(), Break> {
         match self.bus_lock.ends_run() {
@@ -137,7 +138,8 @@ impl Cpu {
         }
     }
 
-    /// Call after a locked access that crosses a cache line.
+    /// Call after a locked access that crosses a cache line. Ends the run after the instruction if the caller wants to
+    /// know of it then.
     #[cold]
     fn after_bus_lock(&mut self) {
         if self.bus_lock.note() {
@@ -164,8 +166,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does the work of [`update`](Self::update) after a TLB miss. Not inlined, so that the fast path need not check
-    /// for tracked pages.
+    /// Does the work of [`update`](Self::update) after a TLB miss. It is a function of its own, so that the fast path
+    /// need not check whether the page is tracked.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -181,7 +183,7 @@ impl Cpu {
                 false => self.write_place(lin, T::BYTES as usize)?,
             };
             let Some(to) = to else {
-                // slat does not implement bus locks, so an update across two pages, or of MMIO, is not atomic.
+                // Because slat does not lock the bus, an update across two pages, or of MMIO, is not atomic.
                 let old = self.load::<T>(lin)?;
                 let new = f(old);
                 self.store(lin, new)?;
@@ -195,7 +197,7 @@ impl Cpu {
         }
     }
 
-    /// Returns a destination for a write of `len` bytes at `lin`, if all of them are in one page of memory.
+    /// Returns the destination of a write of `len` bytes at `lin`. `None`: they are not in one page of memory.
     pub(crate) fn write_place(
         &mut self,
         lin: u64,
@@ -205,9 +207,9 @@ impl Cpu {
         Ok(places.destination(lin))
     }
 
-    /// Calls `write` with the host address of `to`. `write` writes all of `to` by guarded accesses. If the page is
-    /// tracked, this function then reports the write to the machine. Returns the result of `write`. `None`: the host
-    /// page is not accessible, and the caller translates again.
+    /// Calls `write` with the host address of `to`. `write` must write all of `to` by guarded accesses. If the page is
+    /// tracked, reports the write to the machine. Returns the result of `write`. `None`: the host page is not
+    /// accessible, and the caller must translate again.
     #[inline]
     pub(crate) fn write_to<T, E>(
         &mut self,
@@ -215,7 +217,7 @@ impl Cpu {
         write: impl FnOnce(*mut u8) -> Result<T, E>,
     ) -> Result<Option<T>, Break> {
         let result = write(to.host).ok();
-        // The write is reported even if it failed, because it may have changed some bytes.
+        // Report the write even if it failed, because it may have changed some bytes.
         if to.needs_look {
             self.note_store(to.lin, to.host);
         }
@@ -226,7 +228,7 @@ impl Cpu {
         Ok(result)
     }
 
-    /// Returns the host address of the `len` bytes at `lin`, for reading, if all of them are in one page of memory.
+    /// Returns the host address from which to read `len` bytes at `lin`. `None`: they are not in one page of memory.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
         Ok(places.source())
@@ -277,8 +279,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`aligned16`](Self::aligned16), but for the memory operand of an SSE instruction that computes. With
-    /// MXCSR.MM such an operand need not be aligned.
+    /// Like [`aligned16`](Self::aligned16), but for the memory operand of an SSE instruction that computes. If MXCSR.MM
+    /// is set, such an operand need not be aligned.
     #[inline(always)]
     pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
         match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
@@ -287,12 +289,12 @@ impl Cpu {
         }
     }
 
-    /// Checks that `len` bytes (at most a page) can be written, without writing them.
+    /// Checks that `len` bytes, at most a page, can be written. Writes nothing.
     pub(crate) fn probe_write(&mut self, lin: u64, len: usize) -> Result<(), Break> {
         self.places(lin, len, Access::Write).map(|_| ())
     }
 
-    /// Reads up to a page of bytes.
+    /// Reads bytes, at most a page.
     pub(crate) fn load_bytes(&mut self, lin: u64, buffer: &mut [u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, buffer.len(), Access::Read)?;
@@ -302,8 +304,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::load_bytes`], but for an instruction that cannot read MMIO. A read of MMIO ends the run as an
-    /// emulation failure with `reason`.
+    /// Like [`Self::load_bytes`], but for an instruction that cannot read MMIO: a read of MMIO ends the run with
+    /// [`Exit::Emulation`] and this `reason`.
     pub(crate) fn load_memory(
         &mut self,
         lin: u64,
@@ -321,7 +323,7 @@ impl Cpu {
         }
     }
 
-    /// Writes up to a page of bytes.
+    /// Writes bytes, at most a page.
     pub(crate) fn store_bytes(&mut self, lin: u64, bytes: &[u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, bytes.len(), Access::Write)?;
@@ -343,12 +345,11 @@ impl Cpu {
         }
     }
 
-    /// Reads a word whose pages were translated. `None`: a host page is not accessible, and the caller translates
+    /// Reads a word whose pages were translated. `None`: a host page is not accessible, and the caller must translate
     /// again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
-        // Usually, the address that missed in the TLB is in one page of memory. Then one access reads the whole word,
-        // and so stays atomic.
+        // Usually the word is in one page of memory. Then one access reads all of it, so that it stays atomic.
         if let Places {
             first: Place::Host { host, .. },
             second: None,
@@ -391,8 +392,8 @@ impl Cpu {
         }
     }
 
-    /// Runs `f` with the rights that the CPU itself has, for example for accesses to its descriptor tables: supervisor
-    /// rights, to which SMAP applies.
+    /// Runs `f` with the rights of the CPU's own accesses, for example to descriptor tables: supervisor rights, to
+    /// which SMAP applies.
     pub(crate) fn as_system<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, Break>,
@@ -404,21 +405,21 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss in the TLB. Accesses to devices, and accesses that must be aligned, are left to
-/// the interpreter.
+/// Accesses of compiled code that miss the TLB. The interpreter makes those to devices, and those that need an
+/// alignment check.
 #[cfg(feature = "jit")]
 impl Cpu {
-    /// Translates all pages of an access. If the access is to a device, stores the device's address, so that the
-    /// interpreter need not translate again ([`Self::take_met`]).
+    /// Translates all pages of an access. If the access is to a device, records the device's guest-physical address, so
+    /// that the interpreter need not translate again ([`Self::take_met`]).
     fn places_or_met(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let places = self.places(lin, len, access)?;
         self.devices.met = places.device().map(|gpa| Met { lin, access, gpa });
         Ok(places)
     }
 
-    /// Returns the host address from which to read `len` bytes (at most 32). If the bytes are in two pages, this is the
-    /// address of a copy. `None`: the access needs a check, because some of the bytes are MMIO or near a watchpoint, or
-    /// because the access must be aligned.
+    /// Returns the host address from which to read `len` bytes, at most 32. If the bytes are in two pages, it is the
+    /// address of a copy. `None`: the interpreter must make the access, because some of the bytes are MMIO or in a
+    /// watched page, or because alignment is checked.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         if self.checks_alignment() {
             return Ok(None);
@@ -439,8 +440,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the host address to which to write `len` bytes, if compiled code may write them: they are in one page of
-    /// memory, the page has no decoded code and is neither tracked nor watched, and accesses need not be aligned.
+    /// Returns the host address to which compiled code may write `len` bytes. `None`: the bytes are not in one page of
+    /// memory, the page has decoded code or is tracked or watched, or alignment is checked.
     pub(crate) fn place_to_store(
         &mut self,
         lin: u64,

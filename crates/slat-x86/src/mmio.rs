@@ -1,11 +1,11 @@
 //! MMIO accesses, whose data the device model provides.
 //!
 //! *MMIO reads*: the CPU abandons the instruction, which has had no effect, and ends the run. The caller provides the
-//! data. Then the CPU executes the instruction again from its start, in its decoded form. If the data for a read at a
-//! linear address was provided, the read returns this data, and the address is not translated again.
+//! data. In the next run, the CPU executes the instruction again from its start, in its decoded form. A read whose data
+//! the caller has provided returns the data, without translating the address again.
 //!
-//! *MMIO writes*: the instruction puts its writes into a queue, and is then done. Each fragment in the queue ends a
-//! run.
+//! *MMIO writes*: the instruction puts its writes, as fragments of at most 8 bytes, into a queue, and is then done.
+//! Each fragment in the queue ends a run.
 //!
 //! [`complete`](crate::complete) finishes such an instruction before anything else is executed.
 
@@ -15,8 +15,8 @@ use crate::flow::Break;
 use crate::machine::{Access, Exit};
 
 impl Cpu {
-    /// If compiled code has found before that this access is to a device, removes and returns the device's
-    /// guest-physical address.
+    /// Returns the guest-physical address of this access if compiled code has already found that it is to a device. A
+    /// second call returns `None`.
     #[cfg(feature = "jit")]
     #[inline]
     pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
@@ -25,7 +25,7 @@ impl Cpu {
             .map(|met| met.gpa)
     }
 
-    /// Returns `None`. Without a compiler, no compiled code finds devices.
+    /// Returns `None`: without the compiler, there is no compiled code.
     #[cfg(not(feature = "jit"))]
     #[inline]
     pub(crate) fn take_met(&mut self, _: u64, _: Access) -> Option<u64> {
@@ -42,24 +42,24 @@ impl Cpu {
         }
     }
 
-    /// Whether there is data for reads of the instruction at RIP.
+    /// Whether the caller has provided data for reads of the instruction at RIP.
     pub(crate) fn has_answers(&self) -> bool {
         !self.fixed.answers.waiting().is_empty()
     }
 
-    /// Call when the instruction at RIP starts. Its reads use the provided data from the beginning.
+    /// Call when the instruction at RIP starts again. Its first read will get the first provided data.
     pub(crate) fn rewind_answers(&mut self) {
         self.devices.taken = 0;
     }
 
-    /// Call when the instruction is done or has ended in an exception. Drops the provided data.
+    /// Drops the data that the caller has provided. Call when the instruction is done or has ended in an exception.
     pub(crate) fn clear_answers(&mut self) {
         self.fixed.answers.clear();
         self.devices.taken = 0;
     }
 
-    /// If the data for a read at `lin` was provided, and the current execution has not made that read yet, returns the
-    /// read's guest-physical address.
+    /// Returns the guest-physical address of a read at `lin`, if the caller has provided its data, and the current
+    /// execution of the instruction has not made the read yet.
     pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
         let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
         left.find(|answer| answer.lin == lin)
@@ -77,7 +77,7 @@ impl Cpu {
             self.devices.taken += 1;
             return Ok(());
         }
-        // The data of later reads is dropped, because it belongs to another instruction.
+        // The provided data of later reads is for other addresses: drop it.
         answers.end = self.devices.taken;
         if answers.end == MOST_FRAGMENTS {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));
@@ -113,12 +113,12 @@ impl Cpu {
         Ok(())
     }
 
-    /// Whether there are queued writes.
+    /// Whether there are writes that the device model has not received.
     pub(crate) fn has_writes(&self) -> bool {
         !self.fixed.writes.waiting().is_empty()
     }
 
-    /// Removes the next queued write. Returns it as an exit.
+    /// Removes the next write from the queue, and returns the exit for it.
     pub(crate) fn next_mmio_write(&mut self) -> Option<Exit> {
         let Fragment { gpa, len, data, .. } = self.fixed.writes.pop()?;
         Some(Exit::Mmio {
@@ -129,7 +129,7 @@ impl Cpu {
         })
     }
 
-    /// Whether there is data of a string input that is not stored in memory yet.
+    /// Whether there is data of a string input that the CPU has not stored in memory yet.
     pub(crate) fn has_input(&self) -> bool {
         self.devices.port.is_some_and(|port| port.answered)
     }

@@ -1,16 +1,15 @@
-//! Code that is decoded from memory and executed, and whose block is not kept, because it runs for the first time or is
-//! single-stepped.
+//! Execution of code whose block is not kept, because the code runs for the first time or is single-stepped.
 //!
 //! Much code runs only once. A kept block needs a copy of its code and a mark on its page. The mark is reported to all
-//! CPUs, and makes stores to the page slow (`code_pages`). A block that is not kept needs neither. Instead, the rest of
-//! the block is compared with memory after each of its instructions. So the CPU sees every store to a later
+//! CPUs, and makes stores to the page slow (`code_pages`). A block that is not kept needs neither. Instead, after each
+//! of its instructions, the CPU compares the rest of the block with memory. So the CPU sees every store to a later
 //! instruction, even one at another linear address.
 
-/// The page from which code was last read without making a copy of the page.
+/// The page from which code was last read without a snapshot of the page.
 pub(crate) struct Once {
     /// The page's key, as in [`Snapshot::key_of`](crate::snapshot::Snapshot::key_of).
     pub(crate) key: u64,
-    /// The generation in which `host` was looked up; 0 if it was never looked up.
+    /// The clock's generation when `host` was translated; 0 if it must be translated again.
     pub(crate) generation: u64,
     /// The host address of the page.
     pub(crate) host: *mut u8,
@@ -25,7 +24,7 @@ impl Once {
         }
     }
 
-    /// Makes the CPU look the page up again before it reads code from it.
+    /// Makes the CPU translate the page's address again before it reads code from the page.
     pub(crate) fn outdate(&mut self) {
         self.generation = 0;
     }

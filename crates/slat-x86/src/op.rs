@@ -1,4 +1,4 @@
-//! The decoded operation, which the interpreter's inner loop executes.
+//! A decoded operation, as the interpreter executes it.
 
 use crate::Cpu;
 pub use crate::flow::{Break, Flow};
@@ -10,20 +10,18 @@ pub(crate) const LONGEST_INSTRUCTION: usize = 15;
 /// A function that executes one operation.
 pub type Handler = fn(&mut Cpu, &Op) -> Flow;
 
-/// A function that chooses the handler of an instruction. `op` already has the operands. The function fills in the
+/// A function that chooses the handler of an instruction. `op` already has the operands; the function fills in the
 /// other fields that the handler needs. Returns `None` if this CPU does not have the instruction in this form.
 pub(crate) type Lower = fn(&Instruction, &mut Op) -> Option<Handler>;
 
-/// A row of the table of instructions (`lower`): one or more lists of mnemonics, and the function that lowers them.
+/// A row of the instruction table (module `lower`): one or more lists of mnemonics, and the function that lowers them.
 pub(crate) struct Row {
     pub mnemonics: &'static [&'static [Mnemonic]],
     pub lower: Lower,
 }
 
-/// handler`. A handler that depends on the instruction is an expression of `insn` and `op`, which [`Lower`] names. =>
-/// Makes rows that are written like a `match`: `mnemonics => handler`. If the handler depends on the instruction, it is
-/// an expression that uses `insn` and `op`, the arguments of [`Lower`]. => handler`. A handler that depends on the
-/// instruction is an expression of `insn` and `op`, which [`Lower`] names.
+/// Makes rows of the instruction table, written like a `match`: `mnemonics => handler`. If the handler depends on the
+/// instruction, it is an expression that uses `insn` and `op`, the arguments of [`Lower`].
 macro_rules! rows {
     (|$insn:ident, $op:ident| $($($mnemonic:ident)|+ => $handler:expr,)+) => {
         &[$($crate::op::Row {
@@ -35,8 +33,8 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Makes a row for the mnemonics of a family. A function that is generic over [`Operation`](crate::sem::Operation)
-/// chooses their handlers.
+/// Makes a row for each mnemonic of a family. `$choose` is generic over [`Operation`](crate::sem::Operation), and
+/// returns the handler.
 macro_rules! family_rows {
     ([$($file:ident::$name:ident)*] $choose:ident) => {
         &[$($crate::op::Row {
@@ -50,13 +48,13 @@ macro_rules! family_rows {
 }
 pub(crate) use family_rows;
 
-/// The computation of a memory operand's linear address.
+/// How a memory operand's linear address is computed.
 pub(crate) mod form {
-    /// 64-bit mode, base + displacement, flat segment.
+    /// In 64-bit mode: base + displacement, in a flat segment.
     pub const BASE: u8 = 0;
-    /// 64-bit mode, base + index × scale + displacement, flat segment.
+    /// In 64-bit mode: base + index × scale + displacement, in a flat segment.
     pub const INDEX: u8 = 1;
-    /// 64-bit mode, displacement only (also RIP-relative), flat segment.
+    /// In 64-bit mode: displacement only (also RIP-relative), in a flat segment.
     pub const DISP: u8 = 2;
     /// All other forms.
     pub const FULL: u8 = 3;
@@ -64,7 +62,7 @@ pub(crate) mod form {
 
 /// The value of [`Op::base`] or [`Op::index`] for an operand without this register.
 pub const NONE: u8 = 0xff;
-/// The value in [`Op::r`] for a memory operand.
+/// The value in [`Op::r`] for an operand in memory.
 pub const MEM: u8 = 0xfe;
 
 /// One decoded instruction, or two that were fused.
@@ -93,13 +91,13 @@ pub struct Op {
     pub(crate) form: u8,
     /// The address size in bytes: 2, 4 or 8.
     pub address_size: u8,
-    /// The index of the operand size: 0 to 3 for 1, 2, 4 and 8 bytes.
+    /// The logarithm of the operand size in bytes: 0 to 3 for 1, 2, 4 and 8 bytes.
     pub size: u8,
     /// The length of the instruction in bytes.
     pub len: u8,
     /// The offset of the instruction in its block.
     pub offset: u8,
-    /// A second small value for the handler, for example a condition.
+    /// Another small value that the handler needs, for example a condition.
     pub aux: u8,
     /// Whether the instruction has a LOCK prefix, or is an XCHG.
     pub lock: bool,
@@ -107,11 +105,11 @@ pub struct Op {
     pub rep: u8,
     /// The number of instructions that this operation executes: 2 if fused, 0 for a check that lowering added.
     pub count: u8,
-    /// The instruction's mnemonic, for handlers and translations that serve several instructions.
+    /// The instruction's mnemonic, for handlers and compiled code of several instructions.
     pub(crate) mnemonic: Mnemonic,
 }
 
-/// Returns the number of a segment register. For `None`, returns the number of DS.
+/// Returns the number of a segment register. `Register::None` counts as DS.
 pub(crate) fn segment(r: Register) -> u8 {
     match r {
         Register::None => 3,
@@ -149,9 +147,9 @@ impl Cpu {
     }
 
     /// Call when `op` has ended the block for the reason `why`. If a page walk for `op` has set a bit in a page of
-    /// decoded code, executes `op` again, without fetching it again: the bit may be in the code of `op`, which a
-    /// processor would have fetched before the walk. After that the block ends, so that the next instruction is fetched
-    /// again. Returns the reason why the block ends. In all other cases returns `why`.
+    /// decoded code, executes `op` again without fetching it again: the bit may be in the code of `op`, which a
+    /// processor would have fetched before the walk. Then the block ends, so that the next instruction is fetched anew.
+    /// Returns the reason why the block ends, which is `why` if `op` was not executed again.
     pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
         while matches!(why, Break::Retry) && std::mem::take(&mut self.code.walk_changed) {
             why = match (op.handler)(self, op) {

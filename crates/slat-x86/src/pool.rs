@@ -1,8 +1,9 @@
 //! Memory that is allocated in pieces and freed as a whole.
 //!
-//! A CPU has some hundred thousand pieces of decoded code. On the heap, each piece would need its own bookkeeping, and
-//! the pieces would be far apart. So code that runs only a few times would mostly wait for cache misses. A pool's
-//! pieces are next to one another, and all of them are freed at once. (Huge pages gave no measurable improvement.)
+//! A CPU has some hundred thousand pieces of memory with decoded code. On the heap, each piece would need its own
+//! bookkeeping, and the pieces would be far apart, so that code that runs only a few times would mostly wait for cache
+//! misses. A pool's pieces are next to one another, and all are freed at once. (Huge pages gave no measurable
+//! improvement.)
 
 use crate::heap::{self, OutOfMemory};
 use std::alloc::{Layout, alloc, dealloc};
@@ -23,28 +24,28 @@ struct Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: the memory was allocated with this layout. It is only freed when its pieces are not used any more.
+        // SAFETY: the memory was allocated with this layout. It is freed only when no code uses its pieces any more.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
 
-/// Memory that is handed out in pieces. A piece never moves.
+/// Memory that is allocated in pieces. A piece never moves.
 #[derive(Default)]
 pub(crate) struct Pool {
     chunks: Vec<Chunk>,
-    /// The number of bytes of all chunks.
+    /// The total size of all chunks in bytes.
     bytes: usize,
-    /// The number of bytes of the last chunk that are used by pieces.
+    /// The number of bytes of the last chunk that are allocated to pieces.
     used: usize,
 }
 
 impl Pool {
-    /// Returns the number of heap bytes that the pool has.
+    /// Returns the number of heap bytes that the pool uses.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes + self.chunks.capacity() * size_of::<Chunk>()
     }
 
-    /// Returns the number of heap bytes that the pool will have after `more` bytes were allocated in small pieces.
+    /// Returns the number of heap bytes that the pool will use after `more` bytes are allocated in small pieces.
     pub(crate) fn bytes_with(&self, more: usize) -> usize {
         let left = self.chunks.last().map_or(0, |last| last.layout.size()) - self.used;
         match more <= left {
@@ -57,7 +58,7 @@ impl Pool {
         self.bytes.clamp(PAGE, LARGEST)
     }
 
-    /// Returns memory for a value of this layout.
+    /// Allocates memory for a value of this layout.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -129,7 +130,7 @@ impl<T: Copy> List<T> {
     /// [`OutOfMemory`]: the list is unchanged.
     ///
     /// # Safety
-    /// - The list is used only as long as the pool's pieces are.
+    /// - The list is not used after the pool is cleared or dropped.
     pub(crate) unsafe fn reserve(
         &mut self,
         pool: &mut Pool,
@@ -180,14 +181,15 @@ impl<T> Deref for List<T> {
     type Target = [T];
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: `len` elements were written, and the pool's pieces are still in use, as `reserve` asks of its caller.
+        // SAFETY: `len` elements were written, and the pool was not cleared or dropped, as `reserve` asks of its
+        // caller.
         unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_ref() }
     }
 }
 
 impl<T> DerefMut for List<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: `len` elements were written, the pool's pieces are still in use, and `self` is borrowed exclusively.
+        // SAFETY: `len` elements were written, the pool was not cleared or dropped, and `self` is borrowed exclusively.
         unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_mut() }
     }
 }

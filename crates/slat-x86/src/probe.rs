@@ -1,19 +1,19 @@
 //! Probes: breakpoints, watchpoints and single steps that are invisible to the guest and to a debugger of KVM's API
 //! ([`Debugger`](crate::Debugger)). They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no register.
 //!
-//! Probes use the same checks as the debug registers (module `debug`). The page of a data probe is not entered into the
-//! TLB. A code probe makes the CPU check each block for breakpoints. Probes, DR0–DR7, and the debugger's breakpoints
-//! may have the same addresses. The probe then ends the run first, and the others take effect in the next run.
+//! Probes use the same checks as the debug registers (module `debug`): a page with a data probe is not entered into the
+//! TLB, and a code probe makes the CPU check each block for breakpoints. Probes, the guest's breakpoints, and the
+//! debugger's breakpoints may have the same addresses. The probe then ends the run first, and the breakpoints take
+//! effect in the next run.
 //!
-//! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets
-//! the next run execute it. A data probe and a step stop after the instruction.
+//! A code probe ends the run before its instruction; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets the next run
+//! execute the instruction. A data probe and a step end the run after the instruction.
 
 use crate::machine::{Access, ProbeHit, ProbeKind};
 
-/// A bit that is added to the DR6 bits of an instruction's traps. It means that the instruction has hit a data probe.
+/// Added to the DR6 bits of an instruction's traps if the instruction has hit a data probe.
 const DATA: u64 = 1 << 32;
-/// A bit that is added to the DR6 bits of an instruction's traps. It means that the instruction has ended a single step
-/// of the probes.
+/// Added to the DR6 bits of an instruction's traps if the instruction was single-stepped for the probes.
 const STEP: u64 = 1 << 33;
 
 /// One probe: a range of linear addresses, and the kind of access to them that ends the run.
@@ -31,13 +31,13 @@ pub struct Probe {
 #[derive(Default)]
 pub(crate) struct Probes {
     list: Vec<Probe>,
-    /// Whether each instruction ends the run.
+    /// Whether the run ends after each instruction.
     pub(crate) steps: bool,
-    /// The linear address of an instruction that code probes ignore once.
+    /// The linear address of an instruction at which code probes do not end the run, once.
     pub(crate) passed: Option<u64>,
-    /// The access by which the current instruction has hit a data probe.
+    /// The access with which the current instruction has hit a data probe.
     access: Option<(ProbeKind, u64)>,
-    /// The hit that ends the run before the next instruction.
+    /// The hit that will end the run before the next instruction.
     pub(crate) hit: Option<ProbeHit>,
 }
 
@@ -58,7 +58,7 @@ impl Probes {
         self.list.iter().any(|it| it.kind != ProbeKind::Execute)
     }
 
-    /// Whether a code probe is within `len` bytes from `lin`.
+    /// Whether a code probe is in the `len` bytes at `lin`.
     pub(crate) fn has_code_in(&self, lin: u64, len: u64) -> bool {
         let mut code = (self.list.iter()).filter(|probe| probe.kind == ProbeKind::Execute);
         code.any(|probe| probe.first.wrapping_sub(lin) < len)
@@ -84,12 +84,13 @@ impl Probes {
         self.data_in(lin & !0xfff, 0x1000, None).is_some()
     }
 
-    /// Call before an access. Records the access if a data probe watches it. Returns the access's bits for `Cpu::trap`.
+    /// Call before an access. If a data probe watches it, records the access and returns [`DATA`], for `Cpu::trap`;
+    /// else returns 0.
     pub(crate) fn accessed(&mut self, lin: u64, len: u64, access: Access) -> u64 {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
         };
-        // `at` is the first byte that is in both the access and the probe.
+        // `at` becomes the first byte that is in both the access and the probe.
         let at = match first.wrapping_sub(lin) < len {
             true => first,
             false => lin,
@@ -98,18 +99,19 @@ impl Probes {
         DATA
     }
 
-    /// Returns the bits of a single step, if probes ask for single steps.
+    /// Returns [`STEP`] if the probes single-step, else 0.
     pub(crate) fn step(&self) -> u64 {
         if self.steps { STEP } else { 0 }
     }
 
-    /// Handles the probes' bits in `hits`, an instruction's trap bits, and returns the other bits.
+    /// Takes the bits [`DATA`] and [`STEP`] from the trap bits of an instruction: records their hit, and returns the
+    /// other bits.
     pub(crate) fn trap(&mut self, hits: u64) -> u64 {
         if hits & DATA != 0 {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            // If the instruction has also hit a data probe, that hit remains the reason of the exit.
+            // A hit of a data probe by the same instruction remains the reason of the exit.
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)

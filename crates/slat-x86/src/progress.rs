@@ -1,9 +1,9 @@
 //! The notify window: how long the CPU may deliver events without executing an instruction in between.
 //!
-//! A guest can make its CPU deliver events forever. Then the CPU executes no instruction and never accepts an
-//! interrupt. An example is a breakpoint on the stack of the #DB handler. If the interrupt stack table makes each
-//! delivery begin at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the
-//! hypervisor by a VM exit (SDM volume 3, "Notify VM Exits").
+//! A guest can make its CPU deliver events forever, without executing an instruction or accepting an interrupt. An
+//! example is a data breakpoint on the stack of the #DB handler: if the interrupt stack table makes each delivery push
+//! at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the hypervisor by a
+//! VM exit (SDM volume 3, "Notify VM Exits").
 
 use std::time::{Duration, Instant};
 
@@ -14,9 +14,9 @@ const PATIENCE: u32 = 64;
 /// The events that were delivered since the CPU's last instruction.
 #[derive(Default)]
 pub(crate) struct Progress {
-    /// The number of instructions that the CPU had executed when `deliveries` was 0.
+    /// The number of instructions that the CPU had executed when `deliveries` was last reset to 0.
     instructions: u64,
-    /// The number of events since then that were delivered or whose delivery has failed.
+    /// The number of events since then that were delivered, or whose delivery has failed.
     deliveries: u32,
     /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,
@@ -34,8 +34,8 @@ impl Progress {
         self.deliveries = self.deliveries.saturating_add(1);
     }
 
-    /// Whether events have been delivered for longer than `window` without an instruction. If so, begins another
-    /// window.
+    /// Whether events have been delivered for longer than `window` without an instruction in between. If so, begins
+    /// another window.
     pub(crate) fn exceeds(&mut self, window: Duration) -> bool {
         if self.deliveries < PATIENCE {
             return false;

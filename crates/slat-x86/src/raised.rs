@@ -3,14 +3,14 @@
 use crate::machine::Exit;
 use crate::state::Exception;
 
-/// The exception or exit of an instruction that has ended with a [`Break`](crate::flow::Break). Valid only if the
-/// `Break` says so.
+/// The exception or exit that an instruction has raised. Valid only if the instruction has ended with a
+/// [`Break`](crate::flow::Break) that says so.
 pub(crate) struct Raised {
     pub(crate) exception: Exception,
-    /// The linear address of a page fault.
+    /// The linear address, if the exception is a page fault.
     pub(crate) address: u64,
-    /// Whether the exception is for a non-canonical address. If the access is to the stack segment, the exception is
-    /// #SS.
+    /// Whether a non-canonical address has caused the exception. The exception is #SS if the access is to the stack
+    /// segment.
     pub(crate) noncanonical: bool,
     pub(crate) exit: Option<Exit>,
 }

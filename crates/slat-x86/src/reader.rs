@@ -1,4 +1,4 @@
-//! An instruction that waits for data of a device.
+//! An instruction that waits for the data of MMIO reads.
 
 use crate::op::{LONGEST_INSTRUCTION, Op};
 

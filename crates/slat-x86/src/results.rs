@@ -1,4 +1,4 @@
-//! Methods by which the caller passes the results of port accesses, hypercalls and MSR accesses.
+//! The caller's methods to pass the results of port accesses, hypercalls and MSR accesses.
 
 use crate::Cpu;
 use crate::devices::{Devices, Port, PortKind, Question, QuestionKind};
@@ -7,17 +7,17 @@ use crate::state::{Exception, State, flags};
 use crate::vector;
 
 impl Cpu {
-    /// Removes the record of the instruction that ended the last run. Returns the record if the instruction needs a
-    /// result of one of these kinds and is still at RIP.
+    /// Removes the record of the instruction that ended the last run. Returns the record if its kind is one of `kinds`
+    /// and the instruction is still at RIP.
     fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
         let question = self.devices.question.take()?;
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run. `store` stores the hypercall's results in the registers. The
-    /// second argument of `store` says whether the registers have 64 bits.
+    /// Finishes the hypercall that ended the last run: calls `store`, which stores the hypercall's results in the
+    /// registers. The second argument of `store` says whether the registers have 64 bits.
     ///
-    /// RIP moves to the next instruction. If RIP was changed meanwhile, this does nothing.
+    /// RIP moves to the next instruction. If the caller has changed RIP meanwhile, this does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
         let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;
@@ -27,7 +27,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// Finishes the instruction. Call after the caller's result was stored.
+    /// Finishes the instruction: moves RIP, and takes its traps. Call after the result was stored.
     fn question_done(&mut self, question: &Question) {
         self.state.rip = question.next;
         self.state.rflags &= !flags::RF;
@@ -35,10 +35,10 @@ impl Cpu {
         self.trap_completed(question.traps);
     }
 
-    /// Finishes the MSR access that ended the last run. `answer` is the value that RDMSR reads. WRMSR ignores the
-    /// value. `None` raises #GP(0).
+    /// Finishes the MSR access that ended the last run. `answer` is the value that RDMSR reads (WRMSR ignores the
+    /// value); `None` raises #GP(0).
     ///
-    /// RIP moves to the next instruction unless it was changed meanwhile.
+    /// RIP moves to the next instruction, unless the caller has changed it meanwhile.
     pub fn complete_msr(&mut self, answer: Option<u64>) {
         let kinds = [QuestionKind::Rdmsr, QuestionKind::Wrmsr];
         let Some(question) = self.take_question(&kinds) else {
@@ -58,15 +58,15 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// Returns the data of the output that ended the last run: all units of [`Exit::Io`](crate::Exit::Io).
+    /// Returns the data of the port output that ended the last run: all units of [`Exit::Io`](crate::Exit::Io).
     pub fn output(&self) -> &[u8] {
         let output = &self.fixed.output;
         &output.bytes[..output.len]
     }
 
-    /// Finishes the port access that ended the last run. `data` is the value that IN reads.
+    /// Finishes the port access that ended the last run. `data` is what IN or INS has read.
     ///
-    /// RIP moves to the next instruction unless it was changed meanwhile, as in KVM.
+    /// RIP moves to the next instruction, unless the caller has changed it meanwhile, as in KVM.
     pub fn complete_io(&mut self, data: &[u8]) {
         let Some(mut port) = self.devices.port.take() else {
             return;
@@ -106,7 +106,7 @@ impl Cpu {
         self.port_done(&port);
     }
 
-    /// Call when a port access is done, or when a part of a repeated port access is done.
+    /// Call when a port access, or a part of a repeated port access, is done. Records its traps.
     fn port_done(&mut self, port: &Port) {
         self.end_shadow();
         if self.state.rip == port.next {
@@ -116,8 +116,8 @@ impl Cpu {
     }
 
     /// Stores the data that a string input has read. The address was translated for writing before the exit. If the
-    /// count in RCX became smaller meanwhile, drops the rest of the data. If it became larger, the instruction is
-    /// executed again for the missing units.
+    /// caller has lowered the count in RCX meanwhile, drops the rest of the data. If it has raised the count, the
+    /// instruction is executed again for the missing units.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
         let Some(mut port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());
@@ -142,7 +142,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Counts `done` units of a string access. After the last unit, sets RIP to the next instruction.
+    /// Subtracts `done` units from the count of a string access. After the last unit, sets RIP to the next instruction.
     fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool, done: u32) {
         if rep {
             let left = self.string_count(address_size).saturating_sub(done.into());
@@ -156,8 +156,8 @@ impl Cpu {
         self.state.rip = port.next;
     }
 
-    /// Drops an access of an earlier run if the caller did not complete it, or if its instruction is no longer at RIP.
-    /// Returns whether the caller has not provided the data of an MMIO read.
+    /// Drops a port access of an earlier run if the caller did not complete it, or if its instruction is no longer at
+    /// RIP. Drops an MMIO read, too, if the caller has not provided its data; returns whether there was one.
     pub(crate) fn forget_question(&mut self) -> bool {
         let rip = self.state.rip;
         let Devices { asked, port, .. } = &mut self.devices;

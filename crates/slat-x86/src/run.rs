@@ -1,4 +1,4 @@
-//! The run loop: executes one block after another, and handles pending work between blocks.
+//! The run loop: executes one block after another, and does pending work between blocks.
 
 use crate::block::Block;
 use crate::executor::Executor;
@@ -15,8 +15,8 @@ use std::sync::atomic::Ordering;
 impl Executor {
     /// Runs the guest until the caller has to act.
     ///
-    /// Reads `attention` at every block boundary. A value that is not zero ends the run with [`Exit::Attention`]. If
-    /// the caller has completed a port or MMIO access, the access takes effect before that. Bit [`CodePages::CHANGED`]
+    /// Reads `attention` at every block boundary. A value other than zero ends the run with [`Exit::Attention`]. A port
+    /// or MMIO access that the caller has completed takes effect before that. Bit [`CodePages::CHANGED`] of `attention`
     /// belongs to this crate: other CPUs set it during the run, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |executor| {
@@ -32,7 +32,8 @@ impl Executor {
     }
 
     /// Calls `f`, which executes instructions of the guest. Before the call, updates the data that is derived from the
-    /// state, because the client may have changed the state. After the call, all state is in [`State`](crate::State).
+    /// state, because the client may have changed the state. After the call, the whole state is in
+    /// [`State`](crate::State).
     pub(crate) fn entered<T>(
         &mut self,
         machine: &mut dyn Machine,
@@ -61,8 +62,8 @@ impl Executor {
         result
     }
 
-    /// Drops the sample of the last run. Call if the caller interrupts a run sooner than after a few milliseconds. Code
-    /// that runs at such an interruption need not be hot enough for Cranelift.
+    /// Forgets where `attention` ended the last run. Call if the caller has interrupted the run sooner than a few
+    /// milliseconds after it began: the code that ran then need not be hot enough for Cranelift.
     pub fn forget_interrupted(&mut self) {
         #[cfg(feature = "jit")]
         {
@@ -70,7 +71,7 @@ impl Executor {
         }
     }
 
-    /// Calls `f`, which executes instructions. During the call, other CPUs report changes of code in `attention`.
+    /// Calls `f`, which executes instructions. Meanwhile, other CPUs report changes of code by a bit in `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
         /// When this is dropped, even if `f` panics, other CPUs stop reporting changes to this CPU.
         struct Leave<'a>(&'a mut Executor);
@@ -85,8 +86,8 @@ impl Executor {
         f(leave.0)
     }
 
-    /// If `attention` reports changes of code by other CPUs, heeds them. Returns whether `attention` has another bit
-    /// set, so that the run has to end.
+    /// If `attention` says that other CPUs have changed code, acts on that. Returns whether another bit of `attention`
+    /// is set: then the run must end.
     #[cold]
     #[inline(never)]
     pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
@@ -102,7 +103,7 @@ impl Executor {
             if self.slow {
                 match self.boundary(attention) {
                     Some(exit) => return exit,
-                    // The work that was done may have caused more work, so the check is repeated.
+                    // The work may have caused more work, so check again.
                     None if self.slow => continue,
                     None => {}
                 }
@@ -156,7 +157,7 @@ impl Executor {
         }
     }
 
-    /// Executes the operations of a block, until `holds` returns false after an operation.
+    /// Executes the operations of a block, as long as `holds` returns `true` after each operation.
     #[inline(always)]
     pub(crate) fn execute_while(
         &mut self,
@@ -183,7 +184,7 @@ impl Executor {
         None
     }
 
-    /// Executes a block that is not kept. The block's code was equal to memory when the block was entered.
+    /// Executes a block that is not kept. The caller has checked that its code equals memory.
     #[inline(never)]
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
@@ -199,12 +200,12 @@ impl Executor {
         })
     }
 
-    /// Call when an operation has ended its block early.
+    /// Call when operation `op` has ended its block early, because of `why`.
     #[cold]
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
         let why = self.finish_fetched(op, why);
-        // Operations that were not executed are not counted.
+        // Do not count the operations that were not executed.
         let rest = u64::from(op.offset)
             + if matches!(why, Break::End | Break::ExitAfter | Break::TaskFault) {
                 u64::from(op.len)
@@ -221,7 +222,7 @@ impl Executor {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Call when `op`, whose bytes are `code`, has ended its block. Does the work that follows. The caller has set
+    /// Does what follows when `op`, whose bytes are `code`, has ended its block because of `why`. The caller has set
     /// `block_rip`.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
@@ -245,8 +246,8 @@ impl Executor {
                 self.state.rip = self.rip_of(op);
                 match self.raised.exit {
                     Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
-                    // The data of the instruction's reads is dropped, because the caller may now do something else
-                    // instead of this instruction.
+                    // Drop the data of the instruction's reads: the caller may now do something else instead of the
+                    // instruction.
                     Some(Exit::Emulation { .. }) => self.drop_answers(),
                     _ => {}
                 }
@@ -271,7 +272,7 @@ impl Executor {
         exit
     }
 
-    /// Makes the exception that the last instruction has raised a pending event, and sets CR2 and DR6.
+    /// Makes the exception that the last instruction has raised pending, and sets CR2 or DR6 for it.
     fn take_fault(&mut self) -> Option<Exit> {
         self.drop_answers();
         let fault = self.raised.exception;
@@ -280,7 +281,7 @@ impl Executor {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // #BP is raised only by an INT3 of the guest that the debugger claims.
+            // Only an INT3 that the debugger claims raises #BP in this way.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,
@@ -295,7 +296,7 @@ impl Executor {
         None
     }
 
-    /// Call when the look-up of the block at RIP has failed. Raises the exception of the fetch, or ends the run.
+    /// Call when the block at RIP could not be found or decoded. Raises the exception of the fetch, or ends the run.
     pub(crate) fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exception => self.take_fault(),
@@ -308,11 +309,11 @@ impl Executor {
         }
     }
 
-    /// Does all pending work before the next block: unfinished instructions, events, single steps.
+    /// Does all work that is pending before the next block: unfinished instructions, events, single steps.
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
-        // Changes of code are heeded first, because events and single steps store to memory, too.
+        // First act on changes of code, because events and single steps store to memory, too.
         self.attend(attention);
         if self.is_unfinished()
             && let Some(exit) = self.finish(attention)
@@ -337,9 +338,10 @@ impl Executor {
             if window.is_some_and(|window| self.progress.exceeds(window)) {
                 return Some(Exit::Notify);
             }
-            // If the delivery of an exception has failed, an exception is still pending: another one, or the same one
-            // for a retry. It is delivered before code is fetched, because a fault of the fetch would replace it. If an
-            // event's frame has hit a watchpoint, the trap is delivered before the handler's first instruction.
+            // If the delivery of an exception has failed, an exception is pending: another one, or the same one to
+            // retry. Deliver it before code is fetched, because a fault of the fetch would replace it. If the stack
+            // frame of an event has hit a watchpoint, take the trap before the first instruction of the event's
+            // handler.
             let events = &self.state.events;
             if self.probes.hit.is_none()
                 && events.exception.is_none()
@@ -348,7 +350,7 @@ impl Executor {
                 break;
             }
         }
-        // If the stack is MMIO, an event's frame is written to the device before the event's handler runs.
+        // If the stack is MMIO, pass the event's stack frame to the device before the event's handler runs.
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
@@ -368,7 +370,7 @@ impl Executor {
         if self.watch.code {
             return self.execute_between_breakpoints();
         }
-        // `slow` stays set only in these states. Other code sets `slow` when it opens an interrupt window.
+        // Only these states need a check at each block boundary. Code that begins another such state sets `slow`.
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
             || events.nmis != 0 && !events.nmi_blocked && !events.gif_clear

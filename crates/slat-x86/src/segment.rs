@@ -1,10 +1,10 @@
-//! Descriptors: loads of segment registers, and checks for far transfers.
+//! Segment descriptors: loads of segment registers, and checks for far transfers.
 
 use crate::op::Break;
 use crate::state::Segment;
 use crate::{Cpu, vector};
 
-/// A code, data or system descriptor in the format of a descriptor table.
+/// A code, data or system descriptor, as in a descriptor table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Descriptor(pub(crate) u64);
 
@@ -38,14 +38,14 @@ impl Descriptor {
     pub(crate) fn present(self) -> bool {
         self.0 & 1 << 47 != 0
     }
-    /// Returns the type and the S bit, 5 bits in total. The S bit is the highest.
+    /// Returns the type and the S bit as 5 bits. The S bit is the highest one.
     pub(crate) fn kind(self) -> u8 {
         (self.0 >> 40 & 31) as u8
     }
     pub(crate) fn is_code(self) -> bool {
         self.kind() & 0x18 == 0x18
     }
-    /// Returns the selector in a gate.
+    /// Returns the selector in a gate descriptor.
     pub(crate) fn gate_selector(self) -> u16 {
         (self.0 >> 16) as u16
     }
@@ -61,8 +61,8 @@ impl Descriptor {
 }
 
 impl Cpu {
-    /// Reads the descriptor of a selector. If the selector is beyond the table, raises the exception `vector` with the
-    /// selector as its error code.
+    /// Reads the descriptor of a selector. If the selector is beyond its table, raises the exception `vector`, with the
+    /// selector as the error code.
     pub(crate) fn descriptor(&mut self, selector: u16, vector: u8) -> Result<Descriptor, Break> {
         match self.try_descriptor(selector)? {
             Some(descriptor) => Ok(descriptor),
@@ -84,7 +84,7 @@ impl Cpu {
         (at + bytes - 1 <= limit).then(|| base.wrapping_add(at))
     }
 
-    /// Reads the descriptor of a selector, if it is within its table.
+    /// Reads the descriptor of a selector. Returns `None` if it is beyond its table.
     pub(crate) fn try_descriptor(&mut self, selector: u16) -> Result<Option<Descriptor>, Break> {
         match self.descriptor_address(selector, 8) {
             Some(address) => {
@@ -115,8 +115,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Changes the access byte of a descriptor with a locked access. Returns the old byte; `None` if the descriptor
-    /// is beyond the table.
+    /// Changes the access byte of a descriptor by a locked access. Returns the old byte, or `None` if the descriptor is
+    /// beyond its table.
     pub(crate) fn change_descriptor(
         &mut self,
         selector: u16,
@@ -137,7 +137,7 @@ impl Cpu {
         }
     }
 
-    /// Checks a selector and loads DS, ES, FS, GS or SS with it. The register changes only after all checks.
+    /// Checks a selector and loads it into DS, ES, FS, GS or SS. The register changes only after all checks.
     pub(crate) fn load_segment(&mut self, number: u8, selector: u16) -> Result<(), Break> {
         if self.has_paragraphs() {
             let segment = self.segment(number);
@@ -184,8 +184,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Reads and checks the descriptor of a code segment for a far transfer. After the transfer, the privilege level is
-    /// `cpl`.
+    /// Reads and checks the descriptor of the code segment for a far transfer to privilege level `cpl`.
     pub(crate) fn code_descriptor(
         &mut self,
         selector: u16,
@@ -199,7 +198,7 @@ impl Cpu {
         self.check_code(descriptor, selector, cpl, is_return)
     }
 
-    /// Checks a descriptor that was read already, in the same way as [`code_descriptor`](Self::code_descriptor).
+    /// Makes the checks of [`code_descriptor`](Self::code_descriptor) for a descriptor that was read already.
     pub(crate) fn check_code(
         &mut self,
         descriptor: Descriptor,
@@ -252,8 +251,8 @@ impl Cpu {
     }
 }
 
-/// Reads the descriptor of a system segment. `kind` is 2 for an LDT, 9 for an available 32- or 64-bit TSS, and 1 for an
-/// available 16-bit TSS.
+/// Reads the descriptor of a system segment, and checks that its type is `kind`: 2 for an LDT, 9 for an available 32-
+/// or 64-bit TSS, 1 for an available 16-bit TSS.
 pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
     let error = Some(u32::from(selector & !3));
     if selector & 4 != 0 {

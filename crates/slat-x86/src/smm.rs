@@ -1,30 +1,30 @@
-//! System management mode: how an SMI changes the registers, which registers it saves, and how RSM restores them (AMD64
-//! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
+//! System-management mode (SMM): how an SMI changes the registers, which registers it saves, and how RSM restores them
+//! (AMD64 volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
-//! The CPU neither enters nor leaves the mode by itself. The CPU ends its run between two instructions with
-//! [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit). The caller then copies the saved registers between the CPU
-//! and SMRAM, and makes the machine use the other address space. To enter, call [`State::smram`], then
-//! [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
+//! The CPU neither enters nor leaves SMM by itself. It ends its run with [`Exit::Smi`](crate::Exit) or
+//! [`Exit::Rsm`](crate::Exit). The caller then copies the saved registers between the CPU and SMRAM, and makes the
+//! machine use the address space with or without SMRAM. To enter SMM, call [`State::smram`], then [`Cpu::enter_smm`].
+//! To leave SMM, call [`Cpu::leave_smm`].
 //!
-//! The CPUs of the manuals save more than KVM's CPUs. KVM's CPUs restart neither an I/O instruction nor a HLT: an SMI
-//! ends a halt, and RSM continues after the HLT. KVM stores the shadow of STI and MOV SS in a byte that the manuals
-//! reserve.
+//! As in KVM, the saved data lack some that the manuals describe: neither an I/O instruction nor a HLT can be
+//! restarted, so an SMI ends a halt, and RSM continues after the HLT. As in KVM, the shadow of STI and MOV SS is stored
+//! in a byte that the manuals reserve.
 
 use crate::Cpu;
 use crate::state::{Segment, State, Table, control::*, flags};
 use crate::watch::{DR6_BS, DR6_ONES};
 
-/// The number of bytes of the saved registers.
+/// The size of the saved registers in bytes.
 pub const SMRAM_BYTES: usize = 512;
-/// The offset of the saved registers from SMBASE.
+/// The offset of the saved registers from SMBASE, the beginning of SMRAM.
 pub const SMRAM_OFFSET: u64 = 0xfe00;
-/// The offset of the handler from SMBASE.
+/// The offset of the handler's first instruction from SMBASE.
 const HANDLER: u64 = 0x8000;
 
-/// The revision of the 32-bit map. Bit 17 says that SMBASE can be changed. Bit 16 is clear: I/O instructions are not
-/// restarted. The low byte identifies the map.
+/// The revision identifier in the 32-bit map. Its low byte identifies the map. Bit 17 says that RSM loads SMBASE; bit
+/// 16 is clear, because I/O instructions are not restarted.
 const REVISION_32: u32 = 0x2_0000;
-/// The revision of the 64-bit map. It differs from the revision of the 32-bit map in the low byte.
+/// The revision identifier in the 64-bit map.
 const REVISION_64: u32 = 0x2_0064;
 
 /// The bits of RFLAGS that RSM loads.
@@ -42,15 +42,15 @@ pub enum SmramMap {
     Bits64,
 }
 
-/// The error of RSM if SMRAM holds registers that no CPU can have. The CPU then shuts down.
+/// The error of RSM if SMRAM contains registers that no CPU can have. The CPU then shuts down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadSmram;
 
-/// The saved registers.
+/// The saved registers, as they are in SMRAM.
 struct Image([u8; SMRAM_BYTES]);
 
-/// The offsets of the segment registers and tables in the 64-bit map. At such an offset are selector, attributes
-/// (rights), limit and base.
+/// The offsets of segment registers and tables in the 64-bit map: of selector, attributes (rights), limit and base,
+/// which follow one another.
 mod at64 {
     pub const ES_TO_GS: [usize; 6] = [0x00, 0x10, 0x20, 0x30, 0x40, 0x50];
     pub const GDTR: usize = 0x60;
@@ -59,8 +59,8 @@ mod at64 {
     pub const TR: usize = 0x90;
     pub const SHADOW: usize = 0xcb;
     pub const EFER: usize = 0xd0;
-    /// Fields of KVM: whether a nested guest was interrupted. The next field is the address of the nested guest's
-    /// control block.
+    /// KVM's fields: whether the SMI has interrupted a nested guest, and in the next field the address of the nested
+    /// guest's control block (VMCB).
     pub const NESTED_GUEST: usize = 0xd8;
     pub const NESTED_VMCB: usize = 0xe0;
     pub const REVISION: usize = 0xfc;
@@ -72,11 +72,11 @@ mod at64 {
     pub const DR6: usize = 0x168;
     pub const RFLAGS: usize = 0x170;
     pub const RIP: usize = 0x178;
-    /// The general registers. R15 is first, RAX is last.
+    /// The general registers, from R15 to RAX.
     pub const GPR: usize = 0x180;
 }
 
-/// The offsets of the segment registers and tables (rights, limit, base), and of the selectors, in the 32-bit map.
+/// The offsets of segment registers and tables (rights, limit, base), and of selectors, in the 32-bit map.
 mod at32 {
     pub const SMBASE: usize = 0xf8;
     pub const REVISION: usize = 0xfc;
@@ -92,7 +92,7 @@ mod at32 {
     pub const TR_SELECTOR: usize = 0x1c4;
     pub const DR7: usize = 0x1c8;
     pub const DR6: usize = 0x1cc;
-    /// The general registers. EAX is first, EDI is last.
+    /// The general registers, from EAX to EDI.
     pub const GPR: usize = 0x1d0;
     pub const EIP: usize = 0x1f0;
     pub const EFLAGS: usize = 0x1f4;
@@ -100,7 +100,7 @@ mod at32 {
     pub const CR0: usize = 0x1fc;
 }
 
-/// Returns the rights of a segment as both maps store them. An unusable segment is stored as not present.
+/// Returns the rights of a segment as both maps store them. An unusable segment becomes one that is not present.
 fn saved_rights(segment: &Segment) -> u32 {
     let present = u32::from(segment.usable()) << 7;
     segment.rights & 0xf07f | present
@@ -216,8 +216,8 @@ impl State {
         ]
     }
 
-    /// Returns the registers of this state that an SMI saves. These are the bytes of SMRAM from SMBASE +
-    /// [`SMRAM_OFFSET`] on. Bytes that KVM's CPUs do not write are 0.
+    /// Returns the registers that an SMI saves, as the bytes of SMRAM from SMBASE + [`SMRAM_OFFSET`] on. Bytes that KVM
+    /// does not write are 0.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image([0; SMRAM_BYTES]);
         match map {
@@ -263,7 +263,7 @@ impl State {
         }
     }
 
-    /// Loads the registers that [`save64`](Self::save64) saves. The caller sets EFER.LMA.
+    /// Loads the registers that [`save64`](Self::save64) has saved. The caller sets EFER.LMA.
     fn load64(&mut self, image: &Image) {
         use at64::*;
         for (at, segment) in ES_TO_GS.into_iter().zip(self.es_to_gs_mut()) {
@@ -313,7 +313,7 @@ impl State {
         }
     }
 
-    /// Loads the registers that [`save32`](Self::save32) saves.
+    /// Loads the registers that [`save32`](Self::save32) has saved.
     fn load32(&mut self, image: &Image) {
         use at32::*;
         let selectors = ES_TO_GS_SELECTORS.into_iter();
@@ -340,8 +340,8 @@ impl State {
         }
     }
 
-    /// Changes the registers as an SMI does: real mode with limits of 4 GiB, RIP is [`HANDLER`], and interrupts and
-    /// NMIs are disabled. As in KVM, CS has the type of a data segment, and the IDT is empty.
+    /// Changes the registers as an SMI does: real mode with segment limits of 4 GiB, RIP at [`HANDLER`], and interrupts
+    /// and NMIs disabled. As in KVM, CS has the type of a data segment, and the IDT is empty.
     fn enter_smm(&mut self) {
         let data = Segment {
             selector: 0,
@@ -370,14 +370,14 @@ impl State {
         events.mov_ss_shadow = false;
     }
 
-    /// Whether PAE paging is in use. If so, the CPU holds page-directory-pointer entries.
+    /// Whether PAE paging is enabled, so that the CPU has PDPTEs.
     fn pae_paging(&self) -> bool {
         self.cr0 & CR0_PG != 0 && self.cr4 & CR4_PAE != 0 && self.efer & EFER_LMA == 0
     }
 }
 
-/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: the SMI has not
-/// interrupted a nested guest, or the map is the 32-bit map, which does not store this address.
+/// Returns the address of the control block (VMCB) of the nested guest that an SMI has interrupted. `None`: there was
+/// no nested guest, or the map is the 32-bit map, which does not store this address.
 pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
     let image = Image(*smram);
     let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
@@ -385,8 +385,8 @@ pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64>
 }
 
 impl Cpu {
-    /// Returns the data that an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The
-    /// caller must also keep the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), because
+    /// Returns the data that an SMI saves: the [registers](State::smram), and whether they belong to a nested guest.
+    /// The caller must also keep the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), because
     /// [`enter_smm`](Self::enter_smm) ends guest mode.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image(self.state.smram(map));
@@ -397,27 +397,25 @@ impl Cpu {
         image.0
     }
 
-    /// Makes an SMI pending. The CPU accepts the SMI before the next instruction or, in system management mode, after
-    /// RSM.
+    /// Makes an SMI pending. The CPU accepts it before the next instruction or, if the CPU is in SMM, after RSM.
     pub fn inject_smi(&mut self) {
         self.state.events.smi = true;
         self.slow = true;
     }
 
-    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM. From
-    /// the next run on, the machine must translate in the address space of that mode.
+    /// Enters SMM. Call after [`Exit::Smi`](crate::Exit), when the result of [`State::smram`] is in SMRAM. From the
+    /// next run on, the machine must translate in the address space of SMM.
     pub fn enter_smm(&mut self) {
         self.state.enter_smm();
         self.svm.suspend();
         self.flush_tlb();
     }
 
-    /// Leaves system management mode as RSM does, with the registers that were saved in SMRAM. Call after
-    /// [`Exit::Rsm`](crate::Exit), when the machine translates in the ordinary address space again. `read_pdptes` reads
-    /// the page-directory-pointer entries at a CR3.
+    /// Leaves SMM as RSM does, with the registers that were saved in SMRAM. Call after [`Exit::Rsm`](crate::Exit), when
+    /// the machine translates in the ordinary address space again. `read_pdptes` reads the PDPTEs at a CR3.
     ///
     /// # Errors
-    /// [`BadSmram`] for registers that no CPU can have, and if `read_pdptes` returns `None`. Then nothing has changed.
+    /// [`BadSmram`] for registers that no CPU can have, or if `read_pdptes` returns `None`. Then nothing has changed.
     pub fn leave_smm(
         &mut self,
         map: SmramMap,
@@ -446,8 +444,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Checks the registers that RSM has loaded, in the same way as the instructions that load these registers. Sets
-    /// the bits that are always set.
+    /// Checks the registers that RSM loads, as the instructions do that load these registers. Sets the bits that are
+    /// always set.
     fn settle(&self, state: &mut State) -> Result<(), BadSmram> {
         let State {
             cr0,

@@ -1,15 +1,15 @@
-//! Copies of the guest's code, by page. Blocks are decoded from the copies. To find out whether blocks are still valid,
-//! the copies are compared with memory.
+//! A CPU's copies of the guest's code, by page. Blocks are decoded from the copies. Comparing a copy with memory tells
+//! whether the blocks are still valid.
 //!
 //! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is valid as long as its
-//! snapshot is valid. A snapshot is valid while its *stamp* equals the CPU's stamp, because every event that may make
-//! code stale changes the CPU's stamp (`clock`). After such an event each page is checked once, when its code is
-//! entered next (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event may affect this
-//! page. If so, the check compares the lines with memory. If they differ, the snapshot begins a new *edition* without
-//! lines, and each block of the page is compared with memory separately.
+//! snapshot is valid, and a snapshot is valid while its *stamp* equals the CPU's stamp: every event that may make code
+//! stale changes the CPU's stamp (`clock`). After such an event each page is checked once, when its code is entered
+//! next (`Cpu::check_snapshot`). The check finds out which event it was, and whether it may affect this page. If so,
+//! the check compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and
+//! each block of the page is compared with memory separately.
 //!
-//! Lines are copied from memory first. Then blocks are decoded from the copies, or compared with them. So later
-//! comparisons use the same bytes that were decoded.
+//! Lines are first copied from memory. Then blocks are decoded from the copies, or compared with them. So later
+//! comparisons of a line use the same bytes that were decoded.
 
 use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory};
@@ -23,30 +23,31 @@ const PAGE: usize = 0x1000;
 /// The number of bytes of a line, the unit in which code is copied and compared.
 const LINE: usize = 64;
 
-/// The decoded code of a page. The first cache line of a snapshot is read each time that the page's code is entered.
+/// The decoded code of a page. The run loop reads only a snapshot's first cache line each time that it enters the
+/// page's code.
 #[repr(C, align(64))]
 pub(crate) struct Snapshot {
     /// The CPU's stamp when the lines were last known to equal memory.
     pub(crate) stamp: u64,
     /// The host address of the page.
     pub(crate) host: *mut u8,
-    /// A number, at least 1, that no other contents of the page have had.
+    /// A number, at least 1, that identifies the page's contents: if the contents differ, it differs.
     pub(crate) edition: u64,
-    /// The linear address of the page, and whether it was looked up with user rights.
+    /// The linear address of the page, and whether it was translated with user rights.
     key: u64,
-    /// The generation when `host` was looked up; 0 means that it has to be looked up again.
+    /// The clock's generation when `host` was translated. 0: the address must be translated again.
     pub(crate) generation: u64,
-    /// The version of the page (see `code_pages`) when the lines were compared. 0: the page was not trusted, so the
-    /// lines are compared again at the next entry.
+    /// The version of the page (see `code_pages`) when the lines were last compared with memory. 0: the page was not
+    /// trusted, so the lines are compared again at the next entry.
     pub(crate) version: u64,
-    /// The epoch in which the lines were compared.
+    /// The clock's epoch when the lines were last compared with memory.
     pub(crate) epoch: u64,
     /// Bit n is set if line n of `bytes` holds code.
     lines: u64,
     bytes: [u8; PAGE],
 }
 
-/// Returns the bits of the lines that contain the `len` bytes at `at`.
+/// Returns a mask of the lines that contain the `len` bytes at offset `at`.
 fn bits(at: usize, len: usize) -> u64 {
     match len {
         0 => 0,
@@ -57,7 +58,7 @@ fn bits(at: usize, len: usize) -> u64 {
     }
 }
 
-/// Returns the runs of consecutive bits that are set, as ranges of bytes in the page.
+/// Returns the ranges of bytes in the page that correspond to runs of consecutive bits that are set.
 fn runs(mut bits: u64) -> impl Iterator<Item = Range<usize>> {
     std::iter::from_fn(move || {
         let first = bits.trailing_zeros();
@@ -88,18 +89,18 @@ impl Snapshot {
         lin & !0xfff | u64::from(user)
     }
 
-    /// Whether the page was looked up with user rights.
+    /// Whether the page's address was translated with user rights.
     pub(crate) fn is_user(&self) -> bool {
         self.key & 1 != 0
     }
 
-    /// Makes the CPU look the page up again before its code runs next.
+    /// Makes the CPU translate the page's address again before its code runs next.
     pub(crate) fn outdate(&mut self) {
         self.stamp = 0;
         self.generation = 0;
     }
 
-    /// Begins a new edition of the snapshot, which has no lines yet.
+    /// Begins a new edition of the snapshot, without lines.
     pub(crate) fn clear(&mut self) {
         self.edition += 1;
         self.lines = 0;
@@ -117,8 +118,8 @@ impl Snapshot {
         &self.bytes[at..at + len]
     }
 
-    /// Records that the `len` bytes at `at` are part of a block. Call after `Cpu::fetch` for these bytes. Returns the
-    /// [`Place`] for the block.
+    /// Records that the `len` bytes at offset `at` are part of a block. Call after `Cpu::fetch` for these bytes.
+    /// Returns the [`Place`] that the block stores.
     pub(crate) fn keep(mut page: NonNull<Self>, at: usize, len: usize) -> Place {
         // SAFETY: snapshots live until `Snapshots::clear`; nothing else refers to one while no block is running.
         let this = unsafe { page.as_mut() };
@@ -129,7 +130,7 @@ impl Snapshot {
         }
     }
 
-    /// Whether the page has `code` at the offset `at`. If so, records that these bytes are part of a block. Call after
+    /// Whether the page has `code` at offset `at`. If so, records that these bytes are part of a block. Call after
     /// `Cpu::fetch` for these bytes.
     pub(crate) fn has(&mut self, at: usize, code: &[u8]) -> bool {
         let same = self.bytes[at..at + code.len()] == *code;
@@ -139,7 +140,7 @@ impl Snapshot {
         same
     }
 
-    /// Whether all lines equal memory.
+    /// Whether memory still holds all lines.
     pub(crate) fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
             // SAFETY: `host` was translated in this generation, and the access is guarded.
@@ -151,7 +152,7 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// Copies the lines that contain the `len` bytes at `at` from memory, except for lines that the snapshot already
+    /// Copies the lines that contain the `len` bytes at offset `at` from memory, except lines that the snapshot already
     /// has.
     pub(crate) fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
         for run in runs(bits(at, len) & !self.lines) {
@@ -167,17 +168,17 @@ impl Snapshot {
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) page: NonNull<Snapshot>,
-    /// The value of [`Snapshot::edition`] when the block was last compared with the snapshot. No snapshot has the
-    /// edition 0, so 0 forces a comparison.
+    /// The value of [`Snapshot::edition`] when the block was last compared with the snapshot. 0 forces a comparison,
+    /// because no snapshot has it.
     pub(crate) edition: u64,
 }
 
-/// The snapshots of a CPU, by page. A snapshot never moves. All snapshots are freed together.
+/// The snapshots of a CPU, by page. A snapshot never moves. All snapshots are freed at once.
 pub(crate) struct Snapshots {
-    /// A number that these snapshots and the blocks that refer to them have in common.
+    /// A number that `Snapshots` and the executor's `Blocks` share if these blocks refer to these snapshots.
     pub(crate) pair: u64,
     all: HashMap<u64, NonNull<Snapshot>, Seeded>,
-    /// The memory of the snapshots in `all`.
+    /// The memory of the snapshots in `all` is allocated here.
     pool: Pool,
 }
 
@@ -190,13 +191,13 @@ impl Snapshots {
         }
     }
 
-    /// Returns the heap bytes that the snapshots and their index use after `more` bytes are taken from the pool.
+    /// Returns the heap bytes that the snapshots and their index use after `more` further bytes are allocated.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         let entry = size_of::<(u64, NonNull<Snapshot>)>();
         self.pool.bytes_with(more) + heap::map_bytes(self.all.capacity(), entry)
     }
 
-    /// Allocates memory in the index for `more` snapshots. If there is no memory, the next snapshots may not be made.
+    /// Allocates memory in the index for `more` snapshots. If there is no memory, later pages may get no snapshot.
     pub(crate) fn reserve(&mut self, more: usize) {
         let _ = self.all.try_reserve(more);
     }
@@ -220,8 +221,8 @@ impl Snapshots {
         Ok(page)
     }
 
-    /// Makes the CPU look the page of `lin` up again before the page's code runs next. Returns whether the page has a
-    /// snapshot.
+    /// Makes the CPU translate the address of the page of `lin` again before the page's code runs next. Returns whether
+    /// the page has a snapshot.
     pub(crate) fn outdate(&mut self, lin: u64) -> bool {
         let mut is_known = false;
         for user in [false, true] {
@@ -238,11 +239,12 @@ impl Snapshots {
     /// Frees all snapshots.
     ///
     /// # Safety
-    /// - No code uses a snapshot after this call: all blocks of this pair that have a [`Place`] were freed or emptied.
+    /// - No code uses a snapshot after this call: all blocks with the same number `pair` that have a [`Place`] were
+    ///   freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
-        // SAFETY: the map contained all snapshots of the pool. The caller keeps this function's contract: no code uses
-        // a snapshot any more.
+        // SAFETY: the map contained all snapshots of the pool. No code uses a snapshot any more, as this function's `#
+        // Safety` demands.
         unsafe { self.pool.clear() };
     }
 }

@@ -1,6 +1,6 @@
-//! The origins of events: interrupts, exceptions and instructions.
+//! The sources of events: interrupts, exceptions and instructions.
 
-/// The origin of an event.
+/// What has caused an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// An external interrupt.
@@ -19,9 +19,9 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the EXT bit of the error code of a fault that occurs during the delivery of this event. Intel's CPUs set
-    /// EXT for all events that no instruction raised on purpose (SDM volume 3, "Error Code"). AMD's CPUs set EXT for
-    /// interrupts (AMD64 volume 2, 8.4.1).
+    /// Returns the EXT bit for the error code of a fault during the delivery of this event. Intel's CPUs set EXT for
+    /// all events that no instruction raised on purpose (SDM volume 3, "Error Code"). AMD's CPUs set EXT for interrupts
+    /// (AMD64 volume 2, 8.4.1).
     pub(crate) fn external(self, is_intel: bool) -> u32 {
         u32::from(match is_intel {
             true => !self.is_software(),
@@ -29,7 +29,7 @@ impl Source {
         })
     }
 
-    /// Whether an instruction raised the event on purpose.
+    /// Whether an instruction raised the event on purpose (INT n, INT3, INTO).
     pub(crate) fn is_software(self) -> bool {
         matches!(self, Source::Software | Source::SoftwareException)
     }

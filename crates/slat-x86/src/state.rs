@@ -40,7 +40,7 @@ pub mod control {
     pub const CR0_NW: u64 = 1 << 29;
     pub const CR0_CD: u64 = 1 << 30;
     pub const CR0_PG: u64 = 1 << 31;
-    /// All bits of CR0 that exist.
+    /// The bits of CR0 that exist.
     pub const CR0_KNOWN: u64 = CR0_PE
         | CR0_MP
         | CR0_EM
@@ -77,7 +77,7 @@ pub mod control {
     pub const EFER_SVME: u64 = 1 << 12;
     pub const EFER_FFXSR: u64 = 1 << 14;
     pub const EFER_AIBRSE: u64 = 1 << 21;
-    /// All bits of EFER that exist.
+    /// The bits of EFER that exist.
     pub const EFER_KNOWN: u64 =
         EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
@@ -88,7 +88,7 @@ pub fn is_pat(value: u64) -> bool {
     types.iter().all(|kind| matches!(kind, 0 | 1 | 4..=7))
 }
 
-/// State components of the XSAVE feature set: bits of XCR0.
+/// The state components of the XSAVE feature set, as bits of XCR0.
 pub mod xcr0 {
     /// The x87 registers. This bit is always set.
     pub const X87: u64 = 1;
@@ -98,10 +98,11 @@ pub mod xcr0 {
     pub const AVX: u64 = 1 << 2;
     /// The register PKRU.
     pub const PKRU: u64 = 1 << 9;
-    /// All components that this CPU can have. [`AVX`] exists only if the host has it.
+    /// All components that this CPU can have. It has [`AVX`] only if the host has AVX.
     pub const ALL: u64 = X87 | SSE | AVX | PKRU;
 
-    /// Whether `value` is valid for XCR0 on a CPU with `components` (SDM volume 1, "Enabling the XSAVE Feature Set").
+    /// Whether `value` is valid for XCR0 on a CPU with these `components` (SDM volume 1, "Enabling the XSAVE Feature
+    /// Set").
     pub const fn is_valid(value: u64, components: u64) -> bool {
         value & !components == 0 && value & X87 != 0 && value & (SSE | AVX) != AVX
     }
@@ -114,7 +115,7 @@ pub struct Segment {
     pub selector: u16,
     /// The base address.
     pub base: u64,
-    /// The limit in bytes; the granularity bit is already applied.
+    /// The limit in bytes, with the granularity bit applied.
     pub limit: u32,
     /// The access rights, as in the high half of a descriptor shifted right by 8: type (bits 0–3), S (4), DPL (5–6), P
     /// (7), AVL (12), L (13), D/B (14), G (15). Bit 16 means that the segment is unusable.
@@ -122,10 +123,10 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The unusable bit of `rights`.
+    /// The bit of `rights` that marks an unusable segment.
     pub const UNUSABLE: u32 = 1 << 16;
 
-    /// Makes a segment of a real-mode CPU.
+    /// Makes a segment as in real mode: the base is 16 times the selector.
     pub const fn real(selector: u16, rights: u32) -> Self {
         Self {
             selector,
@@ -165,11 +166,11 @@ pub struct Table {
     pub limit: u16,
 }
 
-/// An 80-bit floating-point register in the format of memory.
+/// An 80-bit x87 register.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct F80 {
-    /// The 64-bit significand, with an explicit integer bit. This part is also the MMX register.
+    /// The 64-bit significand, with an explicit integer bit. It is also the MMX register.
     pub mantissa: u64,
     /// The sign (bit 15) and the exponent.
     pub exponent: u16,
@@ -184,11 +185,10 @@ pub struct Exception {
     pub error: Option<u32>,
 }
 
-/// The greatest number of NMIs that can be pending: one that is delivered next, and one after it. As in KVM, further
-/// NMIs are lost.
+/// The greatest number of NMIs that can be pending. As in KVM, further NMIs are lost.
 pub const MAX_NMIS: u8 = 2;
 
-/// The pending events, and the state that delays them.
+/// The pending events, and the state that delays their delivery.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// An exception to deliver before the next instruction.
@@ -199,15 +199,15 @@ pub struct Events {
     pub nmis: u8,
     /// Whether an NMI was delivered and no IRET has followed.
     pub nmi_blocked: bool,
-    /// Whether the last instruction was STI. If so, no interrupt is accepted before the end of the next instruction.
+    /// Whether the last instruction was STI. If so, no interrupt is accepted before the next instruction is done.
     pub sti_shadow: bool,
     /// Whether the last instruction was MOV SS or POP SS.
     pub mov_ss_shadow: bool,
-    /// Whether an SMI is pending. It is accepted as soon as the CPU is not in system management mode.
+    /// Whether an SMI is pending. It is accepted as soon as the CPU is not in system-management mode.
     pub smi: bool,
-    /// Whether the CPU is in system management mode, that is, between an SMI and RSM.
+    /// Whether the CPU is in system-management mode: after an SMI and before RSM.
     pub smm: bool,
-    /// In system management mode: whether NMIs were blocked before the SMI. If so, they stay blocked after RSM.
+    /// In system-management mode: whether NMIs were blocked before the SMI. If so, they stay blocked after RSM.
     pub smm_inside_nmi: bool,
     /// Whether GIF is 0, after CLGI or a #VMEXIT. If so, no interrupt, NMI or SMI is accepted before STGI.
     pub gif_clear: bool,
@@ -217,9 +217,9 @@ pub struct Events {
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. No NMI is delivered in the shadow of STI, so that an
-    /// NMI cannot come between `sti` and `hlt`. The manual does not require this (SDM volume 3, 7.8.3), but KVM's
-    /// guests rely on it.
+    /// Whether an NMI is delivered before the next instruction. An NMI is not delivered in the shadow of STI, so it
+    /// cannot come between `sti` and `hlt`. The manual does not require that (SDM volume 3, 7.8.3), but KVM's guests
+    /// rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0
             && !self.nmi_blocked
@@ -228,14 +228,14 @@ impl Events {
             && !self.gif_clear
     }
 
-    /// Whether an SMI is accepted before the next instruction. An exception or an acknowledged interrupt may still be
-    /// delivered first.
+    /// Whether an SMI is accepted before the next instruction. An exception or an acknowledged interrupt may be
+    /// delivered before the SMI.
     pub fn takes_smi(&self) -> bool {
         self.smi && !self.smm && !self.gif_clear
     }
 }
 
-/// The state that a guest program can read or a client can set. It is complete while the CPU does not run.
+/// All state that a guest program can read or a client can set. It is complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 #[repr(C)]
@@ -257,8 +257,7 @@ pub struct State {
     pub cr0: u64,
     pub cr2: u64,
     pub cr3: u64,
-    /// The page-directory-pointer entries of PAE paging. The last load of CR3, or of paging bits in CR0 and CR4, has
-    /// read them.
+    /// The PDPTEs of PAE paging, as read by the last load of CR3, or by the last change of paging bits in CR0 and CR4.
     pub pdptes: [u64; 4],
     pub cr4: u64,
     pub cr8: u64,
@@ -306,7 +305,7 @@ pub struct State {
 pub const MXCSR_INIT: u32 = 0x1f80;
 /// The bits of MXCSR that exist on every CPU.
 pub const MXCSR_MASK: u32 = 0xffff;
-/// MXCSR.MM of AMD's CPUs. If set, memory operands of SSE instructions need not be aligned, except in moves that
+/// MXCSR.MM of AMD's CPUs. If it is set, memory operands of SSE instructions need not be aligned, except in moves that
 /// require alignment.
 pub const MXCSR_MM: u32 = 1 << 17;
 
@@ -449,7 +448,7 @@ impl State {
         image
     }
 
-    /// Loads the x87 and SSE state from an image in the format of FXSAVE64. Reserved bits of MXCSR are dropped.
+    /// Loads the x87 and SSE state from an image in the format of FXSAVE64. Ignores reserved bits of MXCSR.
     pub fn set_fxsave(&mut self, image: &[u8; 512]) {
         self.set_fxsave_x87(image);
         self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & (MXCSR_MASK | MXCSR_MM);
@@ -461,8 +460,7 @@ impl State {
     /// Loads only the x87 part of an FXSAVE64 image.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
         self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
-        // The error summary and busy bits are not loaded, because they depend on the exceptions that are set and not
-        // masked.
+        // Leave out the error summary and busy bits: they follow from the exceptions that are set and not masked.
         self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
         if self.fsw & !self.fcw & 0x3f != 0 {
             self.fsw |= 0x8080;
@@ -478,8 +476,8 @@ impl State {
         }
     }
 
-    /// Sets the x87 component to its initial state: gives the control words the values that FNINIT sets, and clears the
-    /// registers.
+    /// Puts the x87 component into its initial state: sets the control, status and tag words as FNINIT does, and clears
+    /// the registers.
     pub fn initialize_x87(&mut self) {
         self.st = [F80::default(); 8];
         (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);
@@ -512,7 +510,7 @@ fn bytes<const N: usize>(image: &[u8], at: usize) -> [u8; N] {
     out
 }
 
-/// Returns the canonical address with the low 48 bits of `address`, or, with CR4.LA57, with the low 57 bits.
+/// Returns the canonical address with the same low 48 bits as `address`, or 57 bits if CR4.LA57 is set.
 pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
     let shift = match cr4 & control::CR4_LA57 {
         0 => 16,

@@ -1,4 +1,4 @@
-//! Executes single instructions, and code with breakpoints in it.
+//! Executes single instructions, and blocks that contain breakpoints.
 
 use crate::executor::Executor;
 use crate::machine::{Exit, ProbeHit};
@@ -6,7 +6,7 @@ use crate::state::flags;
 use crate::watch::DR6_BS;
 
 impl Executor {
-    /// Executes the block at RIP. If there is a breakpoint in the block, executes only the instruction at RIP.
+    /// Executes the block at RIP; if a breakpoint is in the block, only the instruction at RIP.
     pub(crate) fn execute_between_breakpoints(&mut self) -> Option<Exit> {
         match self.find_block() {
             Ok(found) => {
@@ -18,12 +18,12 @@ impl Executor {
                     false => self.execute(block),
                 }
             }
-            // If the block cannot be fetched, a breakpoint at RIP still has precedence over the fault of the fetch.
+            // The block cannot be fetched. A breakpoint at RIP has precedence over the fault of the fetch.
             Err(_) => self.single_step(),
         }
     }
 
-    /// Executes one instruction, with the effects of TF, RF, shadows, breakpoints and MMIO data.
+    /// Executes one instruction, with the effects of TF, RF, shadows, breakpoints and data of MMIO reads.
     pub(crate) fn single_step(&mut self) -> Option<Exit> {
         let lin = self.code_address(self.state.rip);
         if self.is_probed(lin) {
@@ -41,8 +41,7 @@ impl Executor {
         let block = unsafe { found.as_ref() };
         let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
         let start = block.key.rip.wrapping_add(prefix);
-        // If the block begins with KVM's prefix, the instruction is at another address than the block, so its
-        // breakpoints are looked up here.
+        // A block with KVM's prefix: the instruction is after the prefix, so look for breakpoints at its own address.
         let hits = if prefix == 0 {
             0
         } else {
@@ -55,7 +54,8 @@ impl Executor {
         self.step(start, |executor| executor.execute(block))
     }
 
-    /// Executes the instruction at RIP `start` by calling `execute`, with the effects of TF, RF, shadows and MMIO data.
+    /// Calls `execute`, which executes the instruction at RIP `start`. Adds the effects of TF, RF, shadows and data of
+    /// MMIO reads.
     pub(crate) fn step(
         &mut self,
         start: u64,
@@ -63,7 +63,7 @@ impl Executor {
     ) -> Option<Exit> {
         let probe_steps = self.probes.step();
         let resumed = self.state.rflags & flags::RF;
-        // RF is cleared before the instruction, because the instruction may set RF for the next one: IRET, or a string
+        // Clear RF before the instruction, because the instruction may set it for the next one: IRET, or a string
         // instruction that is not done.
         self.state.rflags &= !flags::RF;
         let steps = self.steps();
@@ -81,7 +81,7 @@ impl Executor {
         self.watch.collects = false;
         self.slow = true;
         if !executed {
-            // The instruction was abandoned. It will be executed again, in the same interrupt shadow.
+            // The instruction was abandoned. It will be executed again, with the same RF and in the same shadows.
             self.state.rflags |= resumed;
             self.state.events.sti_shadow |= shadow;
             self.state.events.mov_ss_shadow |= mov_ss;
@@ -91,13 +91,13 @@ impl Executor {
         self.passed_probe();
         self.trap(hits);
         self.trap(probe_steps);
-        // MOV SS discards its own single-step trap.
+        // After MOV SS, there is no single-step trap.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
         } else if probe_steps == 0 {
             return exit;
         }
-        // If a trap is pending, it ends the halt before the halt begins.
+        // A pending trap ends the halt before it begins, so the run does not end with `Exit::Hlt`.
         exit.filter(|exit| *exit != Exit::Hlt)
     }
 }

@@ -1,10 +1,10 @@
-//! The addresses of memory operands: offsets in segments, and linear addresses, with the checks of segmentation.
+//! The addresses of memory operands: offsets in segments, and linear addresses, with the checks of segments.
 
 use crate::op::{Break, Op, form};
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Returns the linear address of the memory operand of `bytes` bytes.
+    /// Returns the linear address of the operation's memory operand, which has `bytes` bytes.
     #[inline(always)]
     pub(crate) fn lin(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
         match op.form {
@@ -15,7 +15,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the address of an operand that has one of the flat 64-bit forms.
+    /// Returns the linear address of an operand with one of the flat 64-bit forms.
     #[inline(always)]
     pub(crate) fn ea<const FORM: u8>(&self, op: &Op) -> u64 {
         let reg = |r: u8| self.state.gpr[usize::from(r & 15)];
@@ -28,7 +28,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the offset, in its segment, of an operand of any form.
+    /// Returns the offset of an operand of any form in its segment.
     pub(crate) fn offset(&self, op: &Op) -> u64 {
         let reg = |r: u8| {
             if r < 16 {
@@ -53,7 +53,7 @@ impl Cpu {
         self.segmented(op.seg, offset, bytes)
     }
 
-    /// Returns the linear address of the `bytes` bytes at `offset` in a segment. Makes the checks of the current mode.
+    /// Returns the linear address of `bytes` bytes at `offset` in a segment, after the checks of the current mode.
     pub(crate) fn segmented(&mut self, seg: u8, offset: u64, bytes: u32) -> Result<u64, Break> {
         match self.linear(seg, offset, bytes.into()) {
             Some(lin) => Ok(lin),
@@ -65,7 +65,7 @@ impl Cpu {
     }
 
     /// Returns the linear address of `offset` in a segment. `None`: outside 64-bit mode, the segment is unusable or
-    /// does not contain all of the `bytes` bytes there.
+    /// does not contain all of the `bytes` bytes at `offset`.
     #[inline]
     pub(crate) fn linear(&mut self, seg: u8, offset: u64, bytes: u64) -> Option<u64> {
         let segment = *self.segment(seg);
@@ -87,7 +87,7 @@ impl Cpu {
         (inside && !is_unusable).then(|| segment.base.wrapping_add(offset) & 0xffff_ffff)
     }
 
-    /// Returns the first address of the page that follows the page of `lin`.
+    /// Returns the first address of the page after the page of `lin`.
     pub(crate) fn next_page(&self, lin: u64) -> u64 {
         let next = (lin | 0xfff).wrapping_add(1);
         if self.is_64() {

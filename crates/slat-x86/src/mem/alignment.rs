@@ -11,14 +11,14 @@ use crate::tlb::USER_CHECKED;
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Whether accesses have to be aligned now.
+    /// Whether alignment is checked now.
     #[inline(always)]
     pub(crate) fn checks_alignment(&self) -> bool {
         self.table == USER_CHECKED
     }
 
-    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. An address
-    /// that is not canonical raises another exception instead. This check comes before page faults. A processor may
+    /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. A
+    /// non-canonical address raises another exception instead. The check comes before page faults; a processor may
     /// check in either order.
     #[inline(always)]
     pub(crate) fn check_alignment(&mut self, lin: u64, alignment: usize) -> Result<(), Break> {

@@ -1,4 +1,4 @@
-//! The page-directory-pointer entries of PAE paging.
+//! The PDPTEs of PAE paging (page-directory-pointer-table entries).
 
 use crate::Cpu;
 use crate::flow::Break;
@@ -11,10 +11,9 @@ impl Cpu {
         state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
     }
 
-    /// Reads the page-directory-pointer entries at CR3. Raises #GP(0) if a present entry has a reserved bit set, or if
-    /// the entries are not in memory.
+    /// Reads the PDPTEs at CR3. Raises #GP(0) if a present entry has a reserved bit set, or if they are not in memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        // With nested paging, each walk reads the entries from memory (AMD64 volume 2, 15.25.10), so they are not read
+        // With nested paging, each walk reads the PDPTEs from memory (AMD64 volume 2, 15.25.10). So they are not read
         // here.
         match self.svm.nested_paging() {
             Some(_) => Ok([0; 4]),
@@ -22,7 +21,7 @@ impl Cpu {
         }
     }
 
-    /// Reads the page-directory-pointer entries from memory, with or without nested paging.
+    /// Reads the PDPTEs from memory, even with nested paging.
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         let gpa = cr3 & 0xffff_ffe0;
         let mut bytes = [0; 32];

@@ -1,4 +1,4 @@
-//! Accesses that the CPU itself makes to guest-physical memory: to control blocks and permission maps.
+//! The CPU's own accesses to guest-physical memory: to control blocks (VMCBs) and permission maps.
 
 use crate::Cpu;
 use crate::machine::{Access, Fault, HostPage, NestedPaging};
@@ -7,8 +7,8 @@ use crate::op::Break;
 use std::ops::Range;
 
 impl Cpu {
-    /// Translates a guest-physical address, first by the `nested` tables if there are any. `None`: the address is not
-    /// memory.
+    /// Translates a guest-physical address. If there are `nested` tables, they translate it first. `None`: there is no
+    /// memory at the address.
     fn physical(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -26,12 +26,12 @@ impl Cpu {
         }
     }
 
-    /// Reads bytes of one page. Returns `false` if they are not memory.
+    /// Reads bytes of one page. Returns `false` if there is no memory at `gpa`.
     pub(crate) fn read_physical(&mut self, gpa: u64, bytes: &mut [u8]) -> Result<bool, Break> {
         self.read_physical_of(None, gpa, bytes)
     }
 
-    /// Like [`read_physical`](Self::read_physical), but translates `gpa` by the `nested` tables first if there are any.
+    /// Like [`read_physical`](Self::read_physical), but if there are `nested` tables, they translate `gpa` first.
     pub(crate) fn read_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -52,8 +52,8 @@ impl Cpu {
         }
     }
 
-    /// Writes parts of one page. Each part is a range and the range's bytes, which are written at `gpa` plus the start
-    /// of the range. If the page is not memory, writes nothing and returns `false`.
+    /// Writes parts of one page. Each part is a range and its bytes: they are written at `gpa` plus the start of the
+    /// range. If there is no memory at `gpa`, writes nothing and returns `false`.
     pub(crate) fn write_physical(
         &mut self,
         gpa: u64,
@@ -62,8 +62,7 @@ impl Cpu {
         self.write_physical_of(None, gpa, parts)
     }
 
-    /// Like [`write_physical`](Self::write_physical), but translates `gpa` by the `nested` tables first if there are
-    /// any.
+    /// Like [`write_physical`](Self::write_physical), but if there are `nested` tables, they translate `gpa` first.
     pub(crate) fn write_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,

@@ -1,24 +1,24 @@
-//! Finds the destinations of a guest's accesses, which are host memory or MMIO, and accesses the memory.
+//! Finds out where a guest's access goes, to host memory or to MMIO, and accesses the memory.
 
 use crate::code::ANY_PAGE;
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
 use crate::{Cpu, vector};
 
-/// The location of the bytes of one guest page: host memory or a device.
+/// Where the bytes of an access are, within one guest page: in host memory, or in a device.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Host {
         host: *mut u8,
-        /// The guest-physical address, if stores to the page must be reported to the machine.
+        /// `Some` if stores to the page must be reported to the machine: the guest-physical address.
         tracked: Option<u64>,
-        /// Whether a store must be recorded, because the TLB requires a check for stores to this page.
+        /// Whether a store must be recorded: stores to this page are not in the TLB.
         needs_look: bool,
     },
     Mmio(u64),
 }
 
-/// A [`Place`] for each page of an access, and the number of bytes in the first page.
+/// The one or two [`Place`]s of an access, and the number of bytes in the first page.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
     pub(super) first: Place,
@@ -26,7 +26,7 @@ pub(crate) struct Places {
     split: usize,
 }
 
-/// The memory, within one page, to which a store will write. Only [`Cpu::write_to`] may make this store.
+/// Memory in one page, to which a store will write. Only [`Cpu::write_to`] may make this store.
 #[must_use]
 pub(crate) struct Destination {
     pub(super) lin: u64,
@@ -37,15 +37,14 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Returns the distance in bytes from `host` to this memory. The distance wraps around if the memory is before
-    /// `host`.
+    /// Returns the distance in bytes from `host` to this memory. It wraps around if the memory is before `host`.
     pub(crate) fn distance_from(&self, host: *mut u8) -> usize {
         (self.host as usize).wrapping_sub(host as usize)
     }
 }
 
 impl Place {
-    /// Returns the guest-physical address, if stores to the page must be reported to the machine.
+    /// Returns the guest-physical address if stores to the page must be reported to the machine.
     fn tracked(self) -> Option<u64> {
         match self {
             Place::Host { tracked, .. } => tracked,
@@ -55,13 +54,13 @@ impl Place {
 }
 
 impl Places {
-    /// Whether all pages of the access are memory, not MMIO.
+    /// Whether all pages of the access are in memory, not MMIO.
     pub(super) fn are_memory(&self) -> bool {
         let is_mmio = |place| matches!(place, Place::Mmio(_));
         !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
     }
 
-    /// If the whole access is to one device, returns the device's guest-physical address.
+    /// Returns the device's guest-physical address if the whole access is to one device.
     #[cfg(feature = "jit")]
     pub(super) fn device(&self) -> Option<u64> {
         match *self {
@@ -74,7 +73,7 @@ impl Places {
         }
     }
 
-    /// If the access is to memory within one page, returns the host address.
+    /// Returns the host address if the access is to memory in one page.
     pub(super) fn source(&self) -> Option<*mut u8> {
         match *self {
             Places {
@@ -86,7 +85,7 @@ impl Places {
         }
     }
 
-    /// If the access is to memory within one page, returns the destination of a store at `lin`.
+    /// Returns the destination of a store at `lin` if the access is to memory in one page.
     pub(super) fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
             Places {
@@ -111,7 +110,7 @@ impl Places {
 }
 
 impl Cpu {
-    /// Translates the one or two pages of an access of at most 4096 bytes.
+    /// Translates the one or two pages of an access to at most 4096 bytes.
     pub(crate) fn places(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let split = len.min(0x1000 - (lin & 0xfff) as usize);
         let first = self.place(lin, access)?;
@@ -129,8 +128,8 @@ impl Cpu {
         })
     }
 
-    /// Translates one address. This function is inlined, because returning the result by memory would take a fifth of
-    /// the time of a TLB miss.
+    /// Translates one address. Inlined, because returning the result through memory would take a fifth of the time of a
+    /// TLB miss.
     #[inline(always)]
     pub(super) fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.filled_table();
@@ -145,14 +144,14 @@ impl Cpu {
         if let Some(host) = hit {
             return Ok(Place::Host {
                 host,
-                // This is `None` in two cases: the TLB has no entry for writes to a tracked page, and reads are not
-                // tracked.
+                // The page of a TLB hit is not tracked for this access: the TLB has no entry for writes to tracked
+                // pages, and reads are not tracked.
                 tracked: None,
                 needs_look,
             });
         }
-        // If the data of a read was provided, the address is not translated again, because another page may be mapped
-        // there now.
+        // The caller has provided the data of this read. Do not translate the address again: another page may be mapped
+        // at it now.
         if self.has_answers()
             && access == Access::Read
             && let Some(gpa) = self.answered_at(lin)
@@ -191,8 +190,8 @@ impl Cpu {
         }
     }
 
-    /// Translates a canonical address for an access that uses the TLB table `table`. If the TLB's second level has the
-    /// page, uses that translation. Otherwise the machine translates.
+    /// Translates a canonical address for an access that uses TLB table `table`. Takes the translation from the TLB's
+    /// second level if it is there, else from the machine.
     #[inline(always)]
     pub(crate) fn translate(
         &mut self,
@@ -222,7 +221,7 @@ impl Cpu {
         result
     }
 
-    /// Converts a fault of the machine to the exception or the exit of the instruction.
+    /// Converts a fault of the machine to the exception or the exit of the current instruction.
     #[cold]
     pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
         match fault {
@@ -243,7 +242,8 @@ impl Cpu {
         }
     }
 
-    /// Call after a guarded access has failed: drops the translation, and asks the machine whether to continue.
+    /// Call after a guarded access has failed. Drops the translation, and asks the machine whether to continue: `Ok` if
+    /// the caller should translate again.
     #[cold]
     #[inline(never)]
     pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
@@ -255,8 +255,8 @@ impl Cpu {
         }
     }
 
-    /// Reads bytes whose pages were translated. Returns `false` if a host page is not accessible. The caller then
-    /// translates again.
+    /// Reads bytes whose pages were translated. Returns `false` if a host page is not accessible: the caller must
+    /// translate again.
     pub(super) fn read_places(
         &mut self,
         lin: u64,
@@ -273,8 +273,8 @@ impl Cpu {
             })
     }
 
-    /// Writes bytes whose pages were translated. Then reports the parts in tracked pages to the machine. Returns
-    /// `false` in the same cases as [`Self::read_places`].
+    /// Writes bytes whose pages were translated, and then reports the parts in tracked pages to the machine. Returns
+    /// `false` if a host page is not accessible: the caller must translate again.
     pub(super) fn write_places(
         &mut self,
         lin: u64,
@@ -282,7 +282,7 @@ impl Cpu {
         bytes: &[u8],
     ) -> Result<bool, Break> {
         let done = self.write_parts(lin, places, bytes);
-        // The write is reported even if it failed, because it may have changed some bytes.
+        // Report the write even if it failed, because it may have changed some bytes.
         self.tell_stored(places.first.tracked(), places.split);
         if let Some(second) = places.second {
             self.tell_stored(second.tracked(), bytes.len() - places.split);
@@ -328,7 +328,7 @@ impl Cpu {
             } => {
                 // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };
-                // The write is recorded even if it failed, because it may have changed some bytes.
+                // Record the write even if it failed, because it may have changed some bytes.
                 if needs_look {
                     self.note_store(lin, host);
                 }
@@ -346,9 +346,10 @@ impl Cpu {
         }
     }
 
-    /// Call after each store that missed in the TLB's entries for writes. `host` is the host address of `lin`. (A store
-    /// that hits needs no call, because no CPU trusts the page's code then: see `code_pages`.) If the page holds
-    /// decoded code, all CPUs learn that the code is stale. This CPU learns it before its next instruction.
+    /// Call after each store that missed the TLB. `host` is the host address of `lin`. (A store that hits needs no
+    /// call: it is made before this CPU has heeded a mark of the page, so no CPU trusts the page's code yet; see
+    /// `code_pages`.) If the page holds decoded code, tells all CPUs that the code is stale. This CPU acts on that
+    /// before its next instruction.
     pub(super) fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.member.stored(host) {
@@ -356,8 +357,8 @@ impl Cpu {
             self.code.clock.change();
             self.stop = true;
         } else {
-            // This check is needed even if the page has no mark: other CPUs' stores may have removed the mark while
-            // this CPU runs a block of the page.
+            // Also leave the block if it is in this page, although the page has no mark: other CPUs' stores may have
+            // removed the mark while the block runs.
             self.stop |= self.code.page == host & !0xfff || self.code.page == ANY_PAGE;
         }
         if self.code.member.pages().version_of(host) == 0 {
@@ -366,7 +367,7 @@ impl Cpu {
         }
     }
 
-    /// Call after a store of `bytes` bytes within one page. If the page is tracked, reports the store to the machine.
+    /// Call after a store of `bytes` bytes in one page. Reports the store to the machine if the page is tracked.
     #[inline]
     pub(super) fn tell_stored(&mut self, tracked: Option<u64>, bytes: usize) {
         if let Some(gpa) = tracked

@@ -1,11 +1,11 @@
-//! The stack: the stack pointer, and the words at the top of the stack.
+//! The stack pointer, and the words at the top of the stack.
 
 use crate::Cpu;
 use crate::flow::Break;
 use crate::int::Int;
 
 impl Cpu {
-    /// Returns the mask of the stack pointer's width in the current mode.
+    /// Returns the mask of the stack pointer: 16, 32 or 64 bits, by the current mode.
     pub(crate) fn stack_mask(&self) -> u64 {
         if self.is_64() {
             u64::MAX
@@ -26,7 +26,7 @@ impl Cpu {
         }
     }
 
-    /// Writes the stack pointer with the width of the current mode.
+    /// Writes the stack pointer with its width in the current mode.
     #[inline(always)]
     pub(crate) fn set_rsp(&mut self, rsp: u64) {
         if self.is_64() {
@@ -37,7 +37,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the stack pointer plus `by`, with the width of the current mode.
+    /// Returns the stack pointer plus `by`, with its width in the current mode.
     #[inline(always)]
     pub(crate) fn rsp_plus(&self, by: u64) -> u64 {
         let rsp = self.state.gpr[4].wrapping_add(by);
@@ -57,7 +57,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Reads the word at the stack pointer plus `at`. The stack pointer does not change.
+    /// Reads the word at the stack pointer plus `at`, without changing the stack pointer.
     #[inline(always)]
     pub(crate) fn peek<T: Int>(&mut self, at: u64) -> Result<T, Break> {
         let rsp = self.rsp_plus(at);
@@ -65,7 +65,7 @@ impl Cpu {
         self.load::<T>(lin)
     }
 
-    /// Pushes a word of the operation's stack size.
+    /// Pushes a word. `size` is the logarithm of its bytes.
     pub(crate) fn push_sized(&mut self, size: u8, v: u64) -> Result<(), Break> {
         match size {
             1 => self.push(v as u16),
@@ -74,7 +74,8 @@ impl Cpu {
         }
     }
 
-    /// Reads a word of the operation's stack size. The stack pointer does not change.
+    /// Reads the word at the stack pointer plus `at`, without changing the stack pointer. `size` is the logarithm of
+    /// its bytes.
     pub(crate) fn peek_sized(&mut self, size: u8, at: u64) -> Result<u64, Break> {
         match size {
             1 => self.peek::<u16>(at).map(Int::zx),

@@ -10,22 +10,22 @@ const ERROR_VALID: u64 = 1 << 11;
 /// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
-    /// An external interrupt or a virtual interrupt.
+    /// An external interrupt, or a virtual interrupt.
     Interrupt,
     /// A non-maskable interrupt.
     Nmi,
     /// An exception.
     Exception,
-    /// INT n.
+    /// A software interrupt: INT n.
     Software,
 }
 
-/// An event in the format of EVENTINJ: vector, kind and error code.
+/// An event in the format of EVENTINJ: vector, kind, and error code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Event(pub(crate) u64);
 
 impl Event {
-    /// Makes the event that the CPU is about to deliver.
+    /// Makes an event in this format from one that the CPU is about to deliver.
     pub(crate) fn new(vector: u8, error: Option<u32>, source: Source) -> Self {
         let kind = match source {
             Source::Interrupt => 0,
@@ -37,12 +37,12 @@ impl Event {
         Event(VALID | kind << 8 | u64::from(vector) | error)
     }
 
-    /// Whether there is an event.
+    /// Whether the valid bit is set: whether there is an event.
     pub(crate) fn is_valid(self) -> bool {
         self.0 & VALID != 0
     }
 
-    /// Returns the vector. For an NMI it is 2. The field's own vector is ignored.
+    /// Returns the vector. For an NMI, returns 2 whatever the field contains.
     pub fn vector(self) -> u8 {
         match self.kind() {
             Some(EventKind::Nmi) => vector::NMI,
@@ -66,7 +66,8 @@ impl Event {
         }
     }
 
-    /// Whether VMRUN can inject the event. If the event is an exception, an exception with this vector must exist.
+    /// Whether VMRUN can inject the event: its kind is valid, and if it is an exception, its vector is one of an
+    /// exception.
     pub(crate) fn is_injectable(self) -> bool {
         match self.kind() {
             None => false,

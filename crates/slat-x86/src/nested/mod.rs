@@ -1,8 +1,9 @@
-//! The state of guest mode: a CPU's data about a hypervisor (L1) and its nested guest (L2). See `svm`.
+//! The state of guest mode: what a CPU stores about a hypervisor in the guest (L1) and its nested guest (L2). See
+//! module `svm`.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `vmcb` | the layout of the control block |
+//! | `vmcb` | the layout of the control block (VMCB) |
 //! | `event` | events in the format of control block fields |
 
 mod event;
@@ -15,7 +16,7 @@ use crate::machine::NestedPaging;
 use crate::tlb::WORLDS;
 use vmcb::{CONTROL_BYTES, Control, Registers, VmExit, virtual_interrupt};
 
-/// Exit codes (AMD64 volume 2, appendix C). Those below 0xc0 are also numbers of intercepts.
+/// Exit codes (AMD64 volume 2, appendix C). Exit codes below 0xc0 are also bit numbers in the intercept vectors.
 pub(crate) mod code {
     pub const CR_READ: u64 = 0;
     pub const CR_WRITE: u64 = 0x10;
@@ -78,9 +79,9 @@ pub(crate) fn keeps(asid: u32) -> bool {
     (1..ASIDS).contains(&asid)
 }
 
-/// Returns the world of the TLB for an ASID. World 0 belongs to the hypervisor.
+/// Returns the world for an ASID: the context of translations in the TLB. World 0 belongs to the hypervisor.
 pub(crate) fn world_of(asid: u32) -> usize {
-    /// The world (TLB context) of all ASIDs for which the TLB keeps no translations.
+    /// The world of all ASIDs for which the TLB keeps no translations.
     const OTHER: usize = WORLDS - 1;
     match asid {
         0 => 0,
@@ -89,38 +90,39 @@ pub(crate) fn world_of(asid: u32) -> usize {
     }
 }
 
-/// The state of the pause filter.
+/// The state of the PAUSE filter.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pauses {
-    /// The number of PAUSE instructions that may still pass.
+    /// The number of PAUSE instructions that may pass before the next one is intercepted.
     pub(crate) left: u16,
     /// The number of instructions that the CPU had executed at the last PAUSE.
     pub(crate) last: u64,
 }
 
-/// The state of guest mode. Outside guest mode only `due` is used.
+/// The state of guest mode. In this module, "the guest" is the nested guest. Outside guest mode, only `due` is used.
 pub(crate) struct Svm {
-    /// Whether the CPU runs the hypervisor's guest.
+    /// Whether the CPU runs the nested guest.
     pub(crate) guest: bool,
-    /// The ASID of the guest that ran last.
+    /// The ASID of the nested guest that ran last.
     pub(crate) last_asid: u32,
-    /// The values of `Cpu::paging_registers` with which each world ran last.
+    /// For each world, the values of `Cpu::paging_registers` when it ran last.
     registers: [[u64; 4]; WORLDS],
-    /// The guest-physical address of the control block.
+    /// The guest-physical address of the control block (VMCB).
     pub(crate) vmcb: u64,
-    /// The control area.
+    /// The control block's control area.
     pub(crate) control: Control,
-    /// The hypervisor's registers.
+    /// The hypervisor's registers, while its guest runs.
     pub(crate) host: Registers,
-    /// The #VMEXIT of the last [`Break::VmExit`](crate::flow::Break).
+    /// The #VMEXIT that the last [`Break::VmExit`](crate::flow::Break) recorded.
     pub(crate) recorded: VmExit,
     /// A #VMEXIT that will take place before the next instruction.
     pub(crate) due: Option<VmExit>,
     /// The event that VMRUN injects before the guest's first instruction.
     pub(crate) injected: Option<Event>,
-    /// Whether NMIs are blocked because VMRUN has injected one. The hypervisor's NMIs are not blocked, as in KVM.
+    /// Whether NMIs are blocked for the guest because VMRUN has injected one. As in KVM, this does not block NMIs that
+    /// are intercepted for the hypervisor.
     pub(crate) nmi_injected: bool,
-    /// The event whose delivery is in progress.
+    /// The event that is being delivered.
     delivering: Option<Event>,
     /// Whether an interrupt is pending that will cause a #VMEXIT.
     pub(crate) interrupted: bool,
@@ -128,7 +130,7 @@ pub(crate) struct Svm {
 }
 
 impl Pauses {
-    /// Returns the state of the pause filter at the beginning of a guest.
+    /// Returns the state of the PAUSE filter when a guest begins to run.
     pub(crate) fn new(control: &Control) -> Self {
         Pauses {
             left: control.pause_filter().0,
@@ -138,7 +140,7 @@ impl Pauses {
 }
 
 impl Svm {
-    /// Returns the TLB's current world: 0 for the hypervisor, otherwise that of its guest's ASID.
+    /// Returns the current world of the TLB: 0 for the hypervisor, else the world of its guest's ASID.
     pub(crate) fn world(&self) -> usize {
         match self.guest {
             true => world_of(self.control.asid()),
@@ -164,23 +166,23 @@ impl Svm {
         }
     }
 
-    /// Stores the paging registers of the current world. Call before the CPU leaves the world.
+    /// Records the paging registers of the current world. Call before the CPU leaves the world.
     pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
         self.registers[self.world()] = registers;
     }
 
-    /// Returns the paging registers with which the current world ran last.
+    /// Returns the paging registers that the current world had when it ran last.
     pub(crate) fn noted_registers(&self) -> [u64; 4] {
         self.registers[self.world()]
     }
 
-    /// Records a #VMEXIT. If an event is being delivered, EXITINTINFO reports it.
+    /// Records a #VMEXIT. If an event is being delivered, the #VMEXIT reports it in EXITINTINFO.
     pub(crate) fn record(&mut self, exit: VmExit) {
         let int_info = self.delivering.map_or(0, |event| event.0);
         self.recorded = VmExit { int_info, ..exit };
     }
 
-    /// Makes the recorded #VMEXIT due. It takes place before the next instruction.
+    /// Makes the recorded #VMEXIT due: it takes place before the next instruction.
     pub(crate) fn make_due(&mut self) {
         self.due = Some(self.recorded);
     }
@@ -196,18 +198,18 @@ impl Svm {
         self.due.is_some()
     }
 
-    /// Ends guest mode because the CPU enters system management mode. RSM enters guest mode again.
+    /// Ends guest mode because the CPU enters system-management mode. RSM will enter guest mode again.
     pub(crate) fn suspend(&mut self) {
         self.guest = false;
     }
 
-    /// Stores the event that is delivered from now on, if any. If a #VMEXIT happens during the delivery, EXITINTINFO
-    /// reports the event.
+    /// Records the event that is delivered from now on, or `None`. A #VMEXIT during the delivery reports the event in
+    /// EXITINTINFO.
     pub(crate) fn set_delivering(&mut self, event: Option<Event>) {
         self.delivering = event;
     }
 
-    /// Returns the event to inject.
+    /// Returns the event that VMRUN injects and that is not delivered yet.
     pub(crate) fn injected(&self) -> Option<Event> {
         self.injected
     }
@@ -232,8 +234,8 @@ impl Svm {
         }
     }
 
-    /// Whether the guest has its own task priority, and the hypervisor's RFLAGS.IF masks physical interrupts
-    /// (V_INTR_MASKING).
+    /// Whether V_INTR_MASKING gives the guest its own task priority, and lets the hypervisor's RFLAGS.IF mask physical
+    /// interrupts.
     pub(crate) fn masks_interrupts(&self) -> bool {
         self.guest && self.has(virtual_interrupt::MASKING)
     }
@@ -251,8 +253,8 @@ impl Svm {
         (self.control).set_virtual_interrupt(virtual_interrupt::TPR, cr8);
     }
 
-    /// If the hypervisor has enabled nested paging, returns the tables that translate its guest's guest-physical
-    /// addresses.
+    /// Returns the tables that translate the guest's guest-physical addresses. `None`: the hypervisor has not enabled
+    /// nested paging.
     pub(crate) fn nested_paging(&self) -> Option<NestedPaging> {
         (self.guest && self.control.nested_paging()).then(|| NestedPaging {
             cr3: self.control.nested_cr3(),
@@ -261,15 +263,14 @@ impl Svm {
         })
     }
 
-    /// If VMLOAD and VMSAVE of the guest are virtualized, which requires nested paging, returns the guest's nested
-    /// tables.
+    /// Returns the guest's nested tables if its VMLOAD and VMSAVE are virtualized, which requires nested paging.
     pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
         self.nested_paging()
             .filter(|_| self.control.virtual_vmload())
     }
 
-    /// Returns the time-stamp counter. `tsc` is the hypervisor's counter. A guest's counter is `tsc` times `ratio`,
-    /// which has 32 fraction bits, plus an offset (15.30.5).
+    /// Returns the time-stamp counter of the hypervisor or, in guest mode, of its guest. `tsc` is the hypervisor's
+    /// counter. A guest's counter is `tsc` times `ratio`, which has 32 fraction bits, plus an offset (15.30.5).
     pub(crate) fn tsc(&self, tsc: u64, ratio: u64) -> u64 {
         match self.guest {
             true => {
@@ -285,12 +286,13 @@ impl Svm {
         self.guest && self.has(virtual_interrupt::GIF_ENABLE)
     }
 
-    /// Whether the guest has virtual NMIs, which IRET ends. If so, the hypervisor's NMIs cause a #VMEXIT.
+    /// Whether the guest has virtual NMIs, which end with the guest's IRET. If so, the hypervisor's NMIs cause a
+    /// #VMEXIT.
     pub(crate) fn has_virtual_nmis(&self) -> bool {
         self.guest && self.has(virtual_interrupt::NMI_ENABLE)
     }
 
-    /// Whether the event that is being delivered is a pending NMI, and not an injected NMI.
+    /// Whether the event that is being delivered is an NMI that was pending, not one that VMRUN has injected.
     pub(crate) fn delivers_nmi(&self) -> bool {
         let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
         self.injected.is_none() && self.delivering.is_some_and(is_nmi)

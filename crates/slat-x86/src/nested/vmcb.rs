@@ -1,19 +1,19 @@
-//! The virtual machine control block: a page of guest memory with a control area and a save area (AMD64
-//! volume 2, appendix B).
+//! The virtual machine control block (VMCB): a page of guest memory that consists of a control area and a save area
+//! (AMD64 volume 2, appendix B).
 
 use super::event::Event;
 use crate::state::{Segment, State, Table, control::*, flags, made_canonical};
 
-/// The number of bytes of a VMCB.
+/// The size of a VMCB in bytes.
 pub const VMCB_BYTES: usize = 4096;
-/// The number of bytes of the control area that this CPU uses.
+/// The size in bytes of the part of the control area that this CPU uses.
 pub(crate) const CONTROL_BYTES: usize = 0x100;
 /// The offset of the save area in a VMCB.
 pub(crate) const SAVE_OFFSET: usize = 0x400;
-/// The number of bytes of the save area that this CPU uses.
+/// The size in bytes of the part of the save area that this CPU uses.
 pub(crate) const SAVE_BYTES: usize = 0x2a0;
 
-/// Offsets in the control area.
+/// Offsets of fields in the control area.
 mod at {
     pub const PAUSE_THRESHOLD: usize = 0x3c;
     pub const PAUSE_COUNT: usize = 0x3e;
@@ -36,7 +36,7 @@ mod at {
     pub const NEXT_RIP: usize = 0xc8;
 }
 
-/// Offsets in the save area.
+/// Offsets of fields in the save area.
 mod at_save {
     pub const ES: usize = 0;
     pub const CS: usize = 0x10;
@@ -71,7 +71,7 @@ mod at_save {
     pub const G_PAT: usize = 0x268;
 }
 
-/// Bits of the virtual-interrupt field.
+/// Bits of the field with virtual interrupts.
 pub(crate) mod virtual_interrupt {
     pub const TPR: u64 = 0xff;
     pub const IRQ: u64 = 1 << 8;
@@ -83,7 +83,7 @@ pub(crate) mod virtual_interrupt {
     pub const MASKING: u64 = 1 << 24;
     pub const GIF_ENABLE: u64 = 1 << 25;
     pub const NMI_ENABLE: u64 = 1 << 26;
-    /// The bits of x2AVIC (30) and AVIC (31), which this CPU does not have.
+    /// The bits that enable x2AVIC (30) and AVIC (31), which this CPU does not have.
     pub const NOT_OFFERED: u64 = 1 << 30 | 1 << 31;
 }
 
@@ -103,7 +103,7 @@ fn put64(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// The control area, as VMRUN read it.
+/// A copy of the control area, which VMRUN has read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Control([u8; CONTROL_BYTES]);
 
@@ -116,8 +116,8 @@ impl Control {
         &self.0
     }
 
-    /// Whether the hypervisor intercepts the exit code `code`. The intercept vectors have one bit for each code below
-    /// 0xc0, in ascending order.
+    /// Whether the hypervisor intercepts exit code `code`. The intercept vectors have one bit for each code below 0xc0,
+    /// in ascending order.
     pub(crate) fn intercepts(&self, code: u64) -> bool {
         let code = code as usize;
         get32(&self.0, code / 32 * 4) >> (code % 32) & 1 != 0
@@ -128,12 +128,12 @@ impl Control {
         (word(at::PAUSE_COUNT), word(at::PAUSE_THRESHOLD))
     }
 
-    /// Returns the address of the I/O permission map.
+    /// Returns the guest-physical address of the I/O permission map.
     pub(crate) fn io_map(&self) -> u64 {
         get64(&self.0, at::IOPM_BASE) & !0xfff
     }
 
-    /// Returns the address of the MSR permission map.
+    /// Returns the guest-physical address of the MSR permission map.
     pub(crate) fn msr_map(&self) -> u64 {
         get64(&self.0, at::MSRPM_BASE) & !0xfff
     }
@@ -150,12 +150,12 @@ impl Control {
         self.0[at::TLB_CONTROL]
     }
 
-    /// Returns the field with V_TPR, V_IRQ, V_GIF and so on: see [`virtual_interrupt`].
+    /// Returns the field that contains V_TPR, V_IRQ, V_GIF and similar bits: see [`virtual_interrupt`].
     pub(crate) fn virtual_interrupt(&self) -> u64 {
         get32(&self.0, at::VIRTUAL_INTERRUPT).into()
     }
 
-    /// Changes the bits of `mask` in the virtual-interrupt field to those of `value`.
+    /// Sets the bits of `mask` in the virtual-interrupt field to those of `value`.
     pub(crate) fn set_virtual_interrupt(&mut self, mask: u64, value: u64) {
         let new = (self.virtual_interrupt() & !mask | value & mask) as u32;
         self.0[at::VIRTUAL_INTERRUPT..][..4].copy_from_slice(&new.to_le_bytes());
@@ -169,7 +169,7 @@ impl Control {
         self.0[at::INTERRUPT_SHADOW] & 1 != 0
     }
 
-    /// Whether NP_ENABLE is set.
+    /// Whether nested paging is enabled (NP_ENABLE).
     pub(crate) fn nested_paging(&self) -> bool {
         get64(&self.0, at::NESTED_PAGING) & 1 != 0
     }
@@ -184,8 +184,7 @@ impl Control {
         get64(&self.0, at::NESTED_CR3)
     }
 
-    /// Whether VMLOAD and VMSAVE of the guest are virtualized: their addresses are guest-physical addresses of the
-    /// guest.
+    /// Whether the guest's VMLOAD and VMSAVE run without a #VMEXIT, with guest-physical addresses of the guest.
     pub(crate) fn virtual_vmload(&self) -> bool {
         get64(&self.0, at::VIRTUAL_EXTENSIONS) & 1 << 1 != 0
     }
@@ -203,12 +202,12 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, rip);
     }
 
-    /// Clears EVENTINJ.V. Call when the CPU has read the event.
+    /// Clears EVENTINJ.V. Call after the CPU has read the event.
     pub(crate) fn take_event(&mut self) {
         put64(&mut self.0, at::EVENT_INJECTION, 0);
     }
 
-    /// Stores the fields that a #VMEXIT stores.
+    /// Sets the fields that a #VMEXIT writes.
     pub(crate) fn put_exit(&mut self, exit: &VmExit, shadow: bool) {
         put64(&mut self.0, at::INTERRUPT_SHADOW, shadow.into());
         put64(&mut self.0, at::EXIT_CODE, exit.code);
@@ -218,19 +217,19 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, exit.next_rip);
     }
 
-    /// The parts of the control area that a #VMEXIT stores. The first has virtual interrupts, interrupt shadow and exit
-    /// fields; the second is EVENTINJ; the third is nRIP.
+    /// The parts of the control area that a #VMEXIT writes to the VMCB. The first part has virtual interrupts,
+    /// interrupt shadow and exit fields; the second is EVENTINJ; the third is nRIP.
     pub(crate) const STORED: [std::ops::Range<usize>; 3] = [
         at::VIRTUAL_INTERRUPT..at::NESTED_PAGING,
         at::EVENT_INJECTION..at::EVENT_INJECTION + 8,
         at::NEXT_RIP..at::NEXT_RIP + 8,
     ];
 
-    /// The part of the control area that VMRUN stores when it finds the guest's state invalid.
+    /// The part of the control area that VMRUN writes if the guest's state is invalid.
     pub(crate) const EXIT: std::ops::Range<usize> = at::EXIT_CODE..at::EXIT_INT_INFO;
 }
 
-/// A #VMEXIT: the values that it stores in the control area.
+/// A #VMEXIT, with the values that it writes to the control area.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VmExit {
     pub(crate) code: u64,
@@ -242,12 +241,12 @@ pub(crate) struct VmExit {
     pub(crate) next_rip: u64,
 }
 
-/// The save area.
+/// A copy of the save area.
 #[derive(Clone, Debug)]
 pub(crate) struct Save(pub(crate) [u8; SAVE_BYTES]);
 
-/// Returns the rights of a segment in the format of a VMCB: 12 bits of the descriptor. An unusable segment is stored as
-/// not present.
+/// Returns the access rights of a segment in the format of a VMCB: 12 bits of the descriptor. An unusable segment
+/// becomes one that is not present.
 fn attributes(segment: &Segment) -> u16 {
     let present = u32::from(segment.usable()) << 7;
     (segment.rights & 0x7f | present | segment.rights >> 4 & 0xf00) as u16
@@ -291,7 +290,7 @@ impl Save {
         put64(&mut self.0, at + 8, table.base);
     }
 
-    /// The parts of the save area that a #VMEXIT stores. These are the fields of [`Registers`].
+    /// The parts of the save area that a #VMEXIT writes: the fields of [`Registers`].
     pub(crate) const STORED: [std::ops::Range<usize>; 9] = [
         at_save::ES..at_save::FS,
         at_save::GDTR..at_save::LDTR,
@@ -304,7 +303,7 @@ impl Save {
         at_save::CR2..at_save::CR2 + 8,
     ];
 
-    /// The parts of the save area that VMSAVE stores.
+    /// The parts of the save area that VMSAVE writes.
     pub(crate) const VMSAVE: [std::ops::Range<usize>; 4] = [
         at_save::FS..at_save::GDTR,
         at_save::LDTR..at_save::IDTR,
@@ -312,7 +311,7 @@ impl Save {
         at_save::STAR..at_save::CR2,
     ];
 
-    /// Stores the registers that VMSAVE stores.
+    /// Copies the registers that VMSAVE writes from `state` to this save area.
     pub(crate) fn save_rest(&mut self, state: &State) {
         self.put_segment(at_save::FS, &state.fs);
         self.put_segment(at_save::GS, &state.gs);
@@ -332,8 +331,8 @@ impl Save {
         }
     }
 
-    /// Loads the registers that VMLOAD loads. Addresses are made canonical, because the CPU stores only canonical
-    /// addresses.
+    /// Copies the registers that VMLOAD loads from this save area to `state`. Makes addresses canonical, because the
+    /// CPU stores only canonical addresses.
     pub(crate) fn load_rest(&self, state: &mut State) {
         let cr4 = state.cr4;
         let canonical = |address| made_canonical(cr4, address);
@@ -385,7 +384,7 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// Reads a save area.
+    /// Returns the registers in a save area.
     pub(crate) fn read(save: &Save) -> Self {
         let get = |at| get64(&save.0, at);
         Registers {
@@ -411,8 +410,8 @@ impl Registers {
         }
     }
 
-    /// Writes a save area. [`Save::STORED`] does not include the PAT, because the guest has its own PAT only with
-    /// nested paging.
+    /// Writes the registers to a save area. The PAT is not among the parts in [`Save::STORED`], because the guest has
+    /// its own PAT only with nested paging.
     pub(crate) fn write(&self, save: &mut Save) {
         save.put_segment(at_save::ES, &self.es);
         save.put_segment(at_save::CS, &self.cs);
@@ -439,7 +438,8 @@ impl Registers {
         }
     }
 
-    /// Copies the registers from `state`, whose arithmetic flags must be in RFLAGS. `cpl` is the privilege level.
+    /// Returns the registers in `state`, whose RFLAGS must contain the current arithmetic flags. `cpl` is the privilege
+    /// level.
     pub(crate) fn of(state: &State, cpl: u8) -> Self {
         Registers {
             es: state.es,
@@ -464,7 +464,8 @@ impl Registers {
         }
     }
 
-    /// Loads the registers, except for the PAT. The privilege level is the DPL of SS, as everywhere in this CPU.
+    /// Loads these registers into `state`, except for the PAT. The privilege level is the DPL of SS, as everywhere in
+    /// this CPU.
     pub(crate) fn load(&self, state: &mut State) {
         state.es = self.es;
         state.cs = self.cs;
@@ -503,13 +504,13 @@ impl Registers {
         self
     }
 
-    /// Whether PAE paging is in use.
+    /// Whether these registers enable PAE paging.
     pub(crate) fn pae_paging(&self) -> bool {
         self.cr0 & CR0_PG != 0 && self.cr4 & CR4_PAE != 0 && self.efer & EFER_LME == 0
     }
 }
 
-/// The bits of RFLAGS that exist.
+/// The bits of RFLAGS that exist on this CPU.
 const LOADED_FLAGS: u64 = 0x3f_7fd5;
 
 /// The offset of G_PAT in the save area.

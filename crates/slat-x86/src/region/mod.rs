@@ -1,9 +1,8 @@
 //! The code of a region: the guest code that a CPU collects ([`Source`]), and the compiled code that the compiler makes
 //! ([`Region`]).
 //!
-//! Addresses of guest code are stored relative to a base. If compiled code is the same for all pages ([`is_movable`]),
-//! the base is the beginning of the guest code's page. Otherwise the base is 0. Such a relative address is called a
-//! *place*.
+//! Addresses of guest code are stored relative to a base, and then called *places*. If compiled code is the same
+//! whatever the guest code's page is ([`is_movable`]), the base is the beginning of that page. Otherwise the base is 0.
 
 use crate::key::Key;
 use crate::mode;
@@ -12,37 +11,37 @@ use slat_jit::{Chunk, Guarded};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The number of times that a block is entered before it is compiled.
+/// The number of entries after which a block is compiled.
 pub(crate) const WARM: u32 = 512;
 
-/// The way in which code is compiled: quickly, or to fast code.
+/// How code is compiled: quickly, or to fast code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
     /// Compiled in one pass (`jit::baseline`), for warm code. Most compiled code is warm.
     Baseline,
-    /// Compiled by Cranelift, which takes ten times as long and makes faster code, for hot code.
+    /// Compiled by Cranelift, for hot code. Cranelift takes ten times as long, and makes faster code.
     Full,
 }
 
-/// The compiled code of a block: its region, and the address at which the block is entered.
+/// The region of a block, and the address of the compiled code at which the region is entered for this block.
 #[derive(Clone)]
 pub(crate) struct Entrance {
     pub(crate) region: Arc<Region>,
     pub(crate) code: *const u8,
 }
 
-/// The kind of a block's code. Compiled code depends only on the kind and on the places and bytes of blocks.
+/// What compiled code depends on, besides the places and bytes of its blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Kind {
     pub(crate) mode: u8,
-    /// Whether compiled code is the same for all pages ([`is_movable`]).
+    /// Whether compiled code is the same for all pages of guest code ([`is_movable`]).
     pub(crate) is_movable: bool,
-    /// The difference between linear addresses and code addresses: outside 64-bit mode, the base of CS.
+    /// The difference between linear addresses and code offsets: outside 64-bit mode, the base of CS.
     pub(crate) base: u64,
 }
 
 impl Kind {
-    /// Returns the kind of a block's code for a tier, and the base of its places.
+    /// Returns the kind of a block's code for a tier, and the base of places in it.
     pub(crate) fn of(key: &Key, tier: Tier) -> (Self, u64) {
         let kind = Self {
             mode: key.mode,
@@ -57,21 +56,21 @@ impl Kind {
 #[derive(PartialEq, Eq)]
 pub(crate) struct Source {
     pub(crate) kind: Kind,
-    /// The index of the stack pointer's size.
+    /// The logarithm of the stack pointer's size in bytes.
     pub(crate) stack: u8,
-    /// The place ([`page_of`]) and the bytes of each block.
+    /// The place and the bytes of each block.
     pub(crate) blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Whether a tier makes code that is the same for all pages. Such code can be shared by guest processes that map a
-/// program or a library at different addresses. The baseline tier does so in 64-bit mode, because most code of short
-/// programs is compiled by this tier. Cranelift makes code for one page, because hot code stays at its address, and
+/// Whether a tier makes compiled code that is the same for all pages of guest code. Guest processes can share such code
+/// if they map a program or a library at different addresses. The baseline tier does so in 64-bit mode, because it
+/// compiles most code of short programs. Cranelift makes code for one page: hot code stays at its address, and
 /// computing addresses at run time made hot loops a fifth slower.
 fn is_movable(mode: u8, tier: Tier) -> bool {
     tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
 }
 
-/// Returns the base of the places of code at `rip`: the code's page if `is_movable`, otherwise 0.
+/// Returns the base of places for code at `rip`: the code's page if `is_movable`, else 0.
 fn page_of(rip: u64, is_movable: bool) -> u64 {
     if is_movable { rip & !0xfff } else { 0 }
 }
@@ -84,33 +83,33 @@ impl Source {
     }
 }
 
-/// The compiled code of a region, for profilers.
+/// Compiled code of a region, for profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompiledCode<'a> {
-    /// The host's instructions, at the address where they are executed.
+    /// The host's instructions, in the memory where they are executed.
     pub code: &'a [u8],
-    /// The guest address of the first block for which the code was compiled.
+    /// The guest address of the first block that was compiled.
     pub rip: u64,
 }
 
-/// An instruction of a region, at which the interpreter can continue.
+/// An instruction of a region at which the interpreter can continue.
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
-    /// The instruction's place ([`page_of`]).
+    /// The instruction's place.
     pub(crate) rip: u64,
-    /// Whether `rip` is relative to the instruction's page. The next two fields say the same for the displacement and
-    /// the immediate of the operation.
+    /// Whether `rip` is relative to the instruction's page. The next two fields say the same of the operation's
+    /// displacement and immediate.
     pub(crate) is_movable: bool,
     pub(crate) moves_displacement: bool,
     pub(crate) moves_immediate: bool,
     pub(crate) op: Op,
     pub(crate) bytes: [u8; 15],
-    /// The number of instructions in the path before this instruction.
+    /// The number of instructions on the compiled path before this instruction.
     pub(crate) before: u8,
 }
 
 impl Step {
-    /// Returns the instruction for the page of `rip`: its places are replaced by addresses.
+    /// Returns the instruction as it is in the page of `rip`: with addresses instead of places.
     pub(crate) fn at(mut self, rip: u64) -> Self {
         let by = |moves| page_of(rip, moves);
         self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
@@ -125,20 +124,21 @@ impl Step {
     }
 }
 
-/// Compiled code.
+/// The compiled code of a region.
 pub(crate) struct Region {
     pub(crate) chunk: Chunk,
     pub(crate) source: Source,
-    /// The page for which the code was compiled.
+    /// The guest page for which the code was compiled.
     pub(crate) page: u64,
     pub(crate) tier: Tier,
-    /// Whether this region was already sampled once.
+    /// Whether this region was sampled before (`Executor::sampled`).
     pub(crate) is_sampled: AtomicBool,
-    /// The steps of the region's instructions, to which the code has pointers.
+    /// The instructions of the region at which the interpreter can continue. Compiled code has pointers to them.
     pub(crate) steps: Box<[Step]>,
-    /// The guarded accesses, each with the index in `steps` of its instruction.
+    /// The guarded accesses. The number of each is the index of its instruction in `steps`.
     pub(crate) guarded: Guarded,
-    /// For each block, the offset at which the region can be entered there; `None` if it cannot be entered there.
+    /// For each block, the offset of the code that enters the region at this block. `None`: the region cannot be
+    /// entered at it.
     pub(crate) entries: Box<[Option<u32>]>,
 }
 
@@ -156,14 +156,14 @@ impl Region {
         first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
     }
 
-    /// Returns the guest code that was compiled, as pairs of address and bytes. Of each address, only the offset in the
-    /// page has a meaning.
+    /// Returns the guest code that was compiled, as pairs of linear address and bytes. Only the offset in the page is
+    /// meaningful in these addresses.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let blocks = self.source.blocks.iter();
         blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
     }
 
-    /// Returns, for each block at which the region can be entered, the address of the compiled code and the block.
+    /// Returns, for each block at which the region can be entered, the address to enter and the block.
     pub(crate) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
         let blocks = self.entries.iter().zip(&self.source.blocks);
         blocks.filter_map(|(offset, block)| {
@@ -172,7 +172,8 @@ impl Region {
         })
     }
 
-    /// If a guarded access of this region is at the host address `address`, returns the access's step.
+    /// Returns the step whose guarded access is at the host address `address`, or `None` if this region has no such
+    /// access.
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         let offset = self.chunk.offset_of(address)?;
         let step = self.guarded.find(offset)?;

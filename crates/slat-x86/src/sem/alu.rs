@@ -1,4 +1,4 @@
-//! Arithmetic and logic: ADD OR ADC SBB AND SUB XOR CMP TEST, ADCX ADOX, INC DEC NEG NOT, MUL and IMUL.
+//! Arithmetic and logic: ADD, OR, ADC, SBB, AND, SUB, XOR, CMP, TEST, ADCX, ADOX, INC, DEC, NEG, NOT, MUL and IMUL.
 
 use super::condition::OVERFLOW;
 use super::{CARRY, Compute, Flags, FlagsOf, Operation, logic, operations};
@@ -19,7 +19,7 @@ operations! {
         let changed = (c.xor(a, result), c.xor(b, result));
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
-    // ADCX uses only CF, and ADOX only OF, as both carry in and carry out. The other flags do not change.
+    // For ADCX the flag CF, and for ADOX the flag OF, is carry in and carry out. No other flag changes.
     Adcx |c, a, b, carry| {
         let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: Some(out), overflow: None })
@@ -29,7 +29,7 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        // The code subtracts twice. At most one of the two subtractions has a borrow.
+        // Subtract `b`, then the carry. At most one of the two subtractions borrows.
         let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
         let (result, second) = (c.sub(part, more), c.is_less(part, more));
@@ -50,7 +50,7 @@ operations! {
         (result, Flags::Sub { a: zero, b: a, result })
     }
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
-    // IMUL with two or three operands.
+    // This is IMUL with two or three operands.
     Imul |c, a, b, _carry| {
         let halves = c.product(a, b, true);
         (halves.0, multiplied(c, halves, true))
@@ -63,7 +63,7 @@ fn subtract<C: Compute>(c: &mut C, a: C::Value, b: C::Value) -> (C::Value, Flags
     (result, Flags::Sub { a, b, result })
 }
 
-/// Returns the flags after ADC or SBB. OF is set if both values in `changed` are negative.
+/// Returns the flags after ADC or SBB. OF is set if both values in `changed` have their sign bits set.
 #[inline(always)]
 fn with_carry<C: Compute>(
     c: &mut C,
@@ -84,7 +84,7 @@ fn with_carry<C: Compute>(
 }
 
 /// Returns the flags after MUL or IMUL. The arguments are the halves of the product. CF and OF are set if the product
-/// is wider than its low half.
+/// does not fit into its low half.
 #[inline(always)]
 pub(crate) fn multiplied<C: Compute>(
     c: &mut C,

@@ -1,5 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. The caller does not reduce counts and positions to the operand's width;
-//! the formulas here do.
+//! Bit tests, scans and counts, BMI1 and BMI2. The formulas reduce counts and positions to the operand's width
+//! themselves.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -19,8 +19,8 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // If the source is 0, the caller does not write the result. Flags that the manual leaves undefined are set as by a
-    // logical operation.
+    // If the source is 0, the caller does not write the result. The flags that the manual leaves undefined are those of
+    // a logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
         let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));
@@ -35,7 +35,7 @@ operations! {
         let (result, carry) = (c.leading_zeros(a), Some(c.is_zero(a)));
         (result, Flags::Logic { carry, result })
     }
-    // POPCNT sets ZF from its source, and clears PF even if the result would set PF.
+    // POPCNT sets ZF by its source, and clears PF even if the result has even parity.
     Popcnt |c, a, _b, _carry| {
         let (zero, no) = (c.is_zero(a), c.no());
         (c.ones(a), Flags::Compared { carry: no, zero, parity: no })
@@ -98,7 +98,7 @@ fn modulo<C: Compute>(c: &mut C, n: C::Value) -> C::Value {
     c.and(n, last)
 }
 
-/// Returns a mask of the bit that a bit test selects, and the flags. CF is the value of the bit.
+/// Returns a mask of the bit that a bit test selects, and the flags, of which CF is the value of that bit.
 #[inline(always)]
 fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, FlagsOf<C>) {
     let (n, one) = (modulo(c, n), c.number(1, a));

@@ -1,14 +1,13 @@
-//! Computes the flags and conditions that instructions read. They are computed from the last operation that has set the
-//! flags.
+//! Computes the flags and conditions that instructions read, from the last operation that has set the flags.
 //!
 //! The interpreter computes conditions from its record (`flags`), which may be of any operation. The compiler usually
-//! knows the last operation, and emits code only for that operation's formula. So after a comparison, a condition is
-//! one comparison of the host.
+//! knows the last operation, and emits code for that operation's formula only. So after a comparison, a condition
+//! becomes one comparison of the host.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
 
-/// The numbers of the conditions that are a single flag. Instructions that read one flag use these numbers.
+/// Numbers of the conditions that depend on one flag. Instructions that read this flag use the number.
 pub(crate) const OVERFLOW: u8 = 0;
 pub(crate) const CARRY: u8 = 2;
 
@@ -16,10 +15,10 @@ pub(crate) const CARRY: u8 = 2;
 pub(crate) trait Readable: Bits + Sized {
     /// Returns the last operation that has set the flags.
     fn flags(&mut self) -> FlagsOf<Self>;
-    /// Returns one of the flags CF, PF, ZF, SF or OF from the CPU's record, for [`Flags::Recorded`]: the operation is
-    /// not known.
+    /// Returns flag CF, PF, ZF, SF or OF from the CPU's record. Called for [`Flags::Recorded`], when the last operation
+    /// is not known.
     fn recorded(&mut self, flag: u64) -> Self::Bool;
-    /// Returns CF as an instruction has left it unchanged.
+    /// Returns CF, which the last operation has left unchanged.
     fn kept(&mut self, carry: Self::Kept) -> Self::Bool;
 
     /// Returns CF.
@@ -92,14 +91,13 @@ pub(crate) trait Readable: Bits + Sized {
                 ..
             } => return overflow,
             Flags::Recorded | Flags::Rotated { overflow: None, .. } => return self.recorded(OF),
-            // `a + b = result` is `result - b = a`.
+            // `a + b = result` means `result - b = a`: compute the OF of that subtraction.
             Flags::Add { a, result } => {
                 let b = self.sub(result, a);
                 both_changed(self, result, a, b)
             }
             Flags::Sub { a, b, result } => both_changed(self, a, b, result),
-            // After INC, OF is set if the result is the smallest signed number. After DEC, OF is set if the result is
-            // the largest.
+            // INC sets OF if its result is the smallest signed number, and DEC if its result is the largest.
             Flags::Inc { result, .. } => {
                 let before = self.plus(result, -1);
                 let before = self.not(before);
@@ -118,7 +116,7 @@ pub(crate) trait Readable: Bits + Sized {
         self.is_negative(changed)
     }
 
-    /// Returns AF for an operation that has a result. `None`: AF is clear.
+    /// Returns AF after an operation that has a result. `None`: AF is clear.
     #[inline(always)]
     fn aux(&mut self) -> Option<Self::Bool> {
         let changed = match self.flags() {
@@ -146,8 +144,8 @@ pub(crate) trait Readable: Bits + Sized {
         Some(self.bit(changed, 4))
     }
 
-    /// Returns the flags with CF replaced by `carry` and OF by `overflow`, if they are given. `None`: the other flags
-    /// cannot be computed from a result.
+    /// Returns the flags after a rotate: CF and OF are replaced by `carry` and `overflow`, each unless `None`. Returns
+    /// `None` if the other flags cannot be computed from a result.
     #[inline(always)]
     fn rotated(
         &mut self,
@@ -164,22 +162,22 @@ pub(crate) trait Readable: Bits + Sized {
     }
 }
 
-/// Returns a value whose sign bit is OF of a subtraction. OF is set if the operands have different signs, and the sign
-/// of the result differs from that of the first operand.
+/// Returns a value whose sign bit is the OF of a subtraction: the operands have different signs, and the sign of the
+/// result differs from that of the first operand.
 #[inline(always)]
 fn both_changed<C: Bits>(c: &mut C, a: C::Value, b: C::Value, result: C::Value) -> C::Value {
     let (operands, result) = (c.xor(a, b), c.xor(a, result));
     c.and(operands, result)
 }
 
-/// Whether condition `cc` (the low four bits of Jcc's opcode) holds.
+/// Whether condition `cc` holds. `cc` is the low four bits of Jcc's opcode.
 #[inline(always)]
 pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
     let holds = match (cc >> 1, c.flags()) {
         (3, Flags::Sub { a, b, .. }) => c.is_at_most(a, b),
         (6, Flags::Sub { a, b, .. }) => c.is_less_signed(a, b),
         (7, Flags::Sub { a, b, .. }) => c.is_at_most_signed(a, b),
-        // This operation clears OF, and clears CF if `carry` is `None`.
+        // A logical operation clears OF, and also CF if `carry` is `None`.
         (3, Flags::Logic { carry: None, .. }) => c.zero(),
         (6, Flags::Logic { .. }) => c.negative(),
         (7, Flags::Logic { result, .. }) => {
@@ -207,7 +205,7 @@ pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
     }
 }
 
-/// Whether a signed comparison found "less": SF differs from OF.
+/// Whether the first operand of a comparison was less, signed: SF differs from OF.
 #[inline(always)]
 fn is_less<C: Readable>(c: &mut C) -> C::Bool {
     let (negative, overflow) = (c.negative(), c.overflow());

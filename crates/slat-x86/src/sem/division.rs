@@ -2,8 +2,8 @@
 
 use super::Compute;
 
-/// Returns quotient and remainder. The dividend is given as two halves, the low half first. The fault is #DE. The
-/// manual leaves the flags undefined; here they do not change.
+/// Returns the quotient and the remainder. The dividend is given as two halves, the low half first. The fault is #DE.
+/// The manual leaves the flags undefined; here they do not change.
 #[inline(always)]
 pub(crate) fn divide<C: Compute>(
     c: &mut C,
@@ -23,7 +23,7 @@ fn unsigned<C: Compute>(
     (low, high): (C::Value, C::Value),
     divisor: C::Value,
 ) -> Result<(C::Value, C::Value), C::Fault> {
-    // The quotient fits if and only if the high half is below the divisor. This also implies that the divisor is not 0.
+    // The quotient fits if and only if the high half is less than the divisor. So the divisor is not 0, either.
     let fails = c.is_at_most(divisor, high);
     c.fault_if(fails)?;
     Ok(c.quotient((low, high), divisor))
@@ -38,7 +38,7 @@ fn signed<C: Compute>(
     let (is_below, is_divisor_below) = (c.is_negative(high), c.is_negative(divisor));
     let is_negative = c.differ(is_below, is_divisor_below);
 
-    // The magnitudes are divided; the signs are applied afterwards.
+    // Divide the absolute values, and apply the signs afterwards.
     let (negated, flipped, borrows) = (c.neg(low), c.not(high), c.is_zero(low));
     let more = c.widened(borrows, high);
     let flipped = c.add(flipped, more);
@@ -51,7 +51,7 @@ fn signed<C: Compute>(
     let (quotient, remainder) = unsigned(c, halves, divisor)?;
 
     let negated = c.neg(quotient);
-    // A magnitude has the sign bit set only if it belongs to the smallest number.
+    // Only the absolute value of the smallest number has the sign bit set.
     let (others, none) = (c.not(negated), c.number(-1, quotient));
     let mask = c.select(is_negative, others, none);
     let large = c.and(quotient, mask);

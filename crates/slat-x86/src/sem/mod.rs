@@ -1,9 +1,9 @@
 //! The meaning of integer instructions, written once for the interpreter and the compiler.
 //!
-//! An instruction is a type. Its functions compute the result and the flags. They are generic over [`Compute`], which
-//! performs the arithmetic. For the interpreter, [`Now`] computes with integers. For the compiler, the translator makes
-//! Cranelift values from the same formulas. `exec` and `jit` only fetch operands and write results. So an instruction
-//! that is added here exists in both.
+//! Each instruction is a type, with a function that computes the result and the flags. The function is generic over
+//! [`Compute`], which performs the arithmetic. For the interpreter, [`Now`] computes with integers. For the compiler,
+//! the translator makes Cranelift values from the same formulas. `exec` and `jit` only fetch operands and write
+//! results. So an instruction that is added here exists in both.
 //!
 //! A flag is computed only when an instruction reads it. [`mod@condition`] computes it from the last operation that has
 //! set the flags.
@@ -19,14 +19,14 @@ pub(crate) mod shift;
 pub(crate) use condition::{CARRY, Readable, condition};
 pub(crate) use now::{DivideError, Now};
 
-/// Arithmetic for computing flags. Values have the width of the operands.
+/// The arithmetic that flags are computed with. Values have the width of the operands.
 pub(crate) trait Bits {
     type Value: Copy;
     type Bool: Copy;
-    /// CF, for an instruction that does not change it.
+    /// Represents CF in the flags of an instruction that does not change CF.
     type Kept: Copy;
 
-    /// Returns the number `n` with the width of `like`.
+    /// Returns the number `n`, with the width of `like`.
     fn number(&mut self, n: i64, like: Self::Value) -> Self::Value;
     fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
@@ -40,7 +40,7 @@ pub(crate) trait Bits {
     fn is_equal(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     /// Whether `a` is less than `b`, unsigned.
     fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
-    /// Whether `a` is not greater than `b`, unsigned.
+    /// Whether `a` is less than or equal to `b`, unsigned.
     fn is_at_most(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_less_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_at_most_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
@@ -55,26 +55,26 @@ pub(crate) trait Bits {
     fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
 }
 
-/// Arithmetic for computing results, besides that for flags.
+/// The arithmetic that results are computed with, in addition to [`Bits`].
 pub(crate) trait Compute: Bits + Sized {
-    /// The fault of a computation, if it can fail.
+    /// The fault of a computation that can fail.
     type Fault;
 
     /// Returns the width of `a` in bits.
     fn bits(&self, a: Self::Value) -> u32;
-    /// Returns 0 or 1, with the width of `like`.
+    /// Returns 1 if `a` is true, else 0, with the width of `like`.
     fn widened(&mut self, a: Self::Bool, like: Self::Value) -> Self::Value;
     fn kept_carry(&mut self) -> Self::Kept;
 
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
 
-    /// Shifts to the left. The interpreter calls this function and the following ones also with counts above the width
-    /// of a byte or word. The compiler never does.
+    /// Shifts to the left. For bytes and words, the interpreter calls this function and the following shifts also with
+    /// counts above the width; the compiler never does.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
-    /// Rotates to the left. The count is reduced modulo the width.
+    /// Rotates to the left by the count modulo the width.
     fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
 
@@ -89,34 +89,35 @@ pub(crate) trait Compute: Bits + Sized {
         two_sums(self, a, b, carry)
     }
 
-    /// Returns the halves of a product.
+    /// Returns the low and the high half of a product.
     fn product(
         &mut self,
         a: Self::Value,
         b: Self::Value,
         is_signed: bool,
     ) -> (Self::Value, Self::Value);
-    /// Returns the number of trailing zeros. For 0, this function and the next one return the width.
+    /// Returns the number of trailing zeros. For 0, this function and [`leading_zeros`](Self::leading_zeros) return the
+    /// width.
     fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn ones(&mut self, a: Self::Value) -> Self::Value;
     fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
     /// Sign-extends the lower half of `a`.
     fn extend_half(&mut self, a: Self::Value) -> Self::Value;
-    /// Returns the unsigned quotient and remainder. The dividend is given as two halves. The high half must be below
-    /// the divisor.
+    /// Returns the unsigned quotient and remainder of a dividend that is given as two halves. The high half must be
+    /// less than the divisor.
     fn quotient(
         &mut self,
         halves: (Self::Value, Self::Value),
         divisor: Self::Value,
     ) -> (Self::Value, Self::Value);
-    /// If `fails`, ends the instruction with its fault.
+    /// Ends the instruction with its fault if `fails`.
     fn fault_if(&mut self, fails: Self::Bool) -> Result<(), Self::Fault>;
 
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 
-/// Returns a sum and its carry out. This is done by two additions, of which at most one can carry.
+/// Returns a sum and its carry out. Of the two additions, at most one carries.
 #[inline(always)]
 pub(crate) fn two_sums<C: Compute>(
     c: &mut C,
@@ -132,11 +133,11 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// The change of the arithmetic flags by an instruction: the operation, with the values from which a flag is computed
-/// when it is read.
+/// How an instruction changes the arithmetic flags: the kind of operation, and the values from which each flag is
+/// computed when an instruction reads it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
-    /// The flags do not change. For the compiler, they are the flags of the CPU's record.
+    /// The flags do not change. In the compiler: they are in the CPU's record.
     Recorded,
     Add {
         a: V,
@@ -147,7 +148,7 @@ pub(crate) enum Flags<V, B, K> {
         b: V,
         result: V,
     },
-    /// OF and AF are clear. CF is `carry`; without `carry`, CF is clear.
+    /// OF and AF are clear. CF is `carry`, or clear if `carry` is `None`.
     Logic {
         carry: Option<B>,
         result: V,
@@ -160,7 +161,7 @@ pub(crate) enum Flags<V, B, K> {
         carry: K,
         result: V,
     },
-    /// `before` is the operand, shifted by one bit less than the count.
+    /// A left shift. `before` is the operand shifted by one bit less than the count.
     Shl {
         before: V,
         result: V,
@@ -169,20 +170,20 @@ pub(crate) enum Flags<V, B, K> {
         carry: B,
         result: V,
     },
-    /// If there is no `aux`, AF is clear.
+    /// AF is clear if `aux` is `None`.
     Given {
         carry: B,
         overflow: B,
         aux: Option<B>,
         result: V,
     },
-    /// CF, ZF and PF are given, and do not depend on a result. The other flags are clear.
+    /// CF, ZF and PF have these values; the other flags are clear.
     Compared {
         carry: B,
         zero: B,
         parity: B,
     },
-    /// CF and OF change if they have a value here. The other flags never change.
+    /// CF and OF change, each unless its value is `None`. The other flags do not change.
     Rotated {
         carry: Option<B>,
         overflow: Option<B>,
@@ -190,7 +191,7 @@ pub(crate) enum Flags<V, B, K> {
 }
 
 impl<V: Copy, B, K> Flags<V, B, K> {
-    /// Returns the result from which ZF, SF and PF are computed.
+    /// Returns the result from which ZF, SF and PF are computed, if they are.
     pub(crate) fn result(&self) -> Option<V> {
         match *self {
             Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
@@ -206,16 +207,16 @@ impl<V: Copy, B, K> Flags<V, B, K> {
     }
 }
 
-/// The flags with the types of `C`.
+/// [`Flags`] with the types of `C`.
 pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
-/// An operation on one or two operands. It may also have a condition as an input.
+/// An operation on one or two operands, and possibly a flag or condition.
 pub(crate) trait Operation: 'static {
-    /// Whether the result is written. CMP and TEST do not write it.
+    /// Whether the result is written: not by CMP and TEST.
     const WRITES: bool = true;
-    /// The condition that the operation has as an input, if it always has the same one.
+    /// The condition that the operation reads, if it is always the same one.
     const READS: Option<u8> = None;
-    /// Returns the result and the flags. If the operation has only one operand, both arguments are this operand.
+    /// Returns the result and the flags. For an operation with one operand, both arguments are that operand.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,
@@ -224,19 +225,19 @@ pub(crate) trait Operation: 'static {
     ) -> (C::Value, FlagsOf<C>);
 }
 
-/// The use of the arithmetic flags by an operation.
+/// How an operation uses the arithmetic flags.
 #[cfg(feature = "jit")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FlagUse {
     Nothing,
     /// Sets all flags, and reads none.
     SetsAll,
-    /// Reads flags, or does not change some flags.
+    /// Reads flags, or leaves some flags unchanged.
     Depends,
 }
 
-/// Returns how an operation uses the arithmetic flags. This function applies the operation to arbitrary operands,
-/// because the kind of flags that [`Operation::apply`] returns does not depend on the operands.
+/// Returns how an operation uses the arithmetic flags. Applies the operation to arbitrary operands to find out, because
+/// the kind of [`Flags`] that [`Operation::apply`] returns does not depend on the operands.
 #[cfg(feature = "jit")]
 pub(crate) fn flag_use<A: Operation>() -> FlagUse {
     let (_, flags) = A::apply(&mut Now::<u32>::new(), 1, 1, false);
@@ -277,14 +278,14 @@ macro_rules! operations {
 }
 use operations;
 
-/// Returns `result`, with the flags of a logical operation.
+/// Returns `result`, and the flags after a logical operation with this result.
 #[inline(always)]
 fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     let carry = None;
     (result, Flags::Logic { carry, result })
 }
 
-/// Calls a macro with the operations of a family, followed by the other arguments. Each operation has the name of its
+/// Calls a macro with the operations of a family and with further arguments. The name of each operation is its
 /// mnemonic.
 macro_rules! family {
     (binary $then:ident $($rest:tt)*) => {
@@ -315,8 +316,8 @@ macro_rules! family {
 }
 pub(crate) use family;
 
-/// Calls a function or method that is generic over an [`Operation`], with the operation in a family that has the
-/// mnemonic's name. `None`: the family has no such operation.
+/// Calls a function or method that is generic over an [`Operation`], with the operation whose name is the mnemonic.
+/// `None`: the family has no such operation.
 #[cfg(feature = "jit")]
 macro_rules! by_mnemonic {
     ([$($file:ident::$name:ident)*] $mnemonic:expr, $f:ident $arguments:tt) => {

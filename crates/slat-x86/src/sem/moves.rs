@@ -3,19 +3,18 @@
 use super::{Compute, Flags, FlagsOf, Operation, operations};
 
 operations! {
-    // `holds` is the condition, which the caller has computed. CMOVcc reads its source even if the condition does not
-    // hold.
+    // `holds` says whether the instruction's condition holds. CMOVcc reads its source even if it does not.
     Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
     Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
 
-    // The manual leaves the result of a 16-bit BSWAP undefined. Processors return zero.
+    // The manual leaves the result of a 16-bit BSWAP undefined. As on processors, it is zero.
     Bswap |c, a, _b, _holds| match c.bits(a) {
         16 => (c.number(0, a), Flags::Recorded),
         _ => (c.swap_bytes(a), Flags::Recorded),
     }
     Movbe |c, a, _b, _holds| (c.swap_bytes(a), Flags::Recorded)
 
-    // `Extend` is CBW, CWDE or CDQE, depending on the size of the result. `Spread` is CWD, CDQ or CQO.
+    // `Extend` is CBW, CWDE or CDQE, and `Spread` is CWD, CDQ or CQO, depending on the size of the result.
     Extend |c, a, _b, _holds| (c.extend_half(a), Flags::Recorded)
     Spread |c, a, _b, _holds| {
         let last = c.number(i64::from(c.bits(a)) - 1, a);

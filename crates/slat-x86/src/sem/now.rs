@@ -4,7 +4,7 @@ use super::{Bits, Compute};
 use crate::int::Int;
 use std::marker::PhantomData;
 
-/// Computes with integers of type `T`. If an instruction does not change CF, CF stays in the record.
+/// Computes with integers of type `T`. A CF that an instruction does not change stays in the CPU's record.
 pub(crate) struct Now<T>(PhantomData<T>);
 
 impl<T> Now<T> {
@@ -13,7 +13,7 @@ impl<T> Now<T> {
     }
 }
 
-/// Defines functions whose result is an expression of zero-extended operands.
+/// Defines functions whose result is one expression of zero-extended operands.
 macro_rules! functions {
     ($($name:ident |$a:ident $(, $b:ident)?| $value:expr;)*) => {
         $(
@@ -102,7 +102,7 @@ impl<T: Int> Bits for Now<T> {
     }
 }
 
-/// The error of a division: the divisor is 0, or the quotient does not fit.
+/// The error of a division by 0, or of a quotient that does not fit.
 pub(crate) struct DivideError;
 
 impl<T: Int> Compute for Now<T> {

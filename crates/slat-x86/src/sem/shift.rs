@@ -1,4 +1,4 @@
-//! Shifts and rotates by a count that is not 0: SHL SHR SAR ROL ROR RCL RCR, SHLD SHRD.
+//! Shifts and rotates by a count other than 0: SHL, SHR, SAR, ROL, ROR, RCL, RCR, SHLD and SHRD.
 
 use super::{CARRY, Compute, Flags, FlagsOf, Operation, operations};
 
@@ -28,7 +28,7 @@ operations! {
         let carry = c.is_negative(result);
         (result, turned_right(c, carry, result))
     }
-    // RCL and RCR rotate the carry flag with the operand. After `width + 1` steps, both have their old values.
+    // RCL and RCR rotate the operand together with CF: after `width + 1` steps, both have their old values.
     Rcl |c, a, n, carry| {
         let (one, less, rest) = (c.number(1, a), c.plus(n, -1), rest(c, a, n));
         let (up, down, carry) = (c.shl(a, n), c.shr(a, rest), c.widened(carry, a));
@@ -47,8 +47,8 @@ operations! {
     }, READS = CARRY
 }
 
-/// Returns the effective count of a shift or rotate of `bits` bits by `count`. A rotate through the carry flag rotates
-/// `bits + 1` bits, so its count is reduced modulo `bits + 1`.
+/// Returns the effective count of a shift or rotate of `bits` bits by `count`. RCL and RCR rotate `bits + 1` bits, so
+/// their count is reduced modulo `bits + 1`.
 #[inline(always)]
 pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     let count = count & last_count(bits);
@@ -58,14 +58,14 @@ pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     }
 }
 
-/// Returns the largest count for shifts of `bits` bits, which is a mask. Shifts ignore the higher bits of their count.
+/// Returns the mask of the count for shifts of `bits` bits: a shift ignores the higher bits of its count.
 #[inline(always)]
 pub(crate) fn last_count(bits: u32) -> u64 {
     if bits == 64 { 63 } else { 31 }
 }
 
 /// SHLD: shifts to the left, and shifts in bits of `fill`. For words, the manual leaves counts above 16 undefined. For
-/// such a count, this function and [`shrd`] shift in the operand's own bits after the bits of `fill`, as much hardware
+/// such a count, this function and [`shrd`] shift in the operand's own bits after all bits of `fill`, as much hardware
 /// does.
 #[inline(always)]
 pub(crate) fn shld<C: Compute>(
@@ -99,7 +99,7 @@ pub(crate) fn shrd<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// Returns the two values that a double shift combines, and the count. For a word, the count is reduced to at most 16.
+/// Returns the two values that SHLD or SHRD combines, and the count, which is at most 16 for a word.
 #[inline(always)]
 fn double<C: Compute>(
     c: &mut C,
@@ -140,15 +140,15 @@ fn last_down<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Bool {
     c.bit(before, 0)
 }
 
-/// Returns the number of bits that a shift by `n` does not shift out.
+/// Returns the number of bits that a shift by `n` keeps.
 #[inline(always)]
 fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
     let width = c.number(c.bits(a).into(), a);
     c.sub(width, n)
 }
 
-/// Returns the flags after a rotate to the left. The manual defines OF only for a count of 1. This function and the
-/// next one apply that rule to every count.
+/// Returns the flags after a rotate to the left. The manual defines OF for a count of 1 only. This function and
+/// [`turned_right`] apply that rule to every count.
 #[inline(always)]
 fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let top = c.is_negative(result);

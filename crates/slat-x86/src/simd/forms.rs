@@ -1,23 +1,25 @@
-//! Macros that make the stubs of the tables, and the kinds of stubs.
+//! Macros that make the stubs in the instruction tables, and the kinds of stubs. A stub is a function that executes one
+//! SIMD instruction on the host.
 
 use super::lanes::Lanes;
 
-/// The ways in which a stub is called. A stub is a function that executes one SIMD instruction of the host.
+/// How a stub is called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// An instruction on integers or bits. MXCSR has no effect.
+    /// The instruction is on integers or bits, so MXCSR has no effect.
     Int,
-    /// A floating-point instruction, which uses MXCSR. [`Lanes`] are the elements of the result that can underflow.
+    /// The instruction is on floating-point numbers, and uses MXCSR. [`Lanes`] says which elements of the result can
+    /// underflow.
     Float(Lanes),
-    /// Sets ZF, PF and CF, and changes no vector register (PTEST).
+    /// The instruction sets ZF, PF and CF, and changes no vector register (PTEST).
     IntFlags,
-    /// Sets ZF, PF and CF, uses MXCSR, and changes no vector register (COMISS and its variants).
+    /// The instruction sets ZF, PF and CF, uses MXCSR, and changes no vector register (COMISS and its variants).
     FloatFlags,
-    /// Reads XMM0 in addition to its operands.
+    /// The instruction reads XMM0 in addition to its operands.
     ImplicitXmm0,
 }
 
-/// Returns the kind of a group of rows by the group's name.
+/// Returns the kind of stub for the name of a group of rows.
 macro_rules! kind {
     (Int) => {
         Kind::Int
@@ -45,9 +47,9 @@ macro_rules! stub {
 }
 pub(super) use stub;
 
-/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 copies of the
-/// instruction, eight bytes apart. The syntax is AT&T's, because in it the immediate can be a symbol that is
-/// incremented.
+/// Defines a stub for an instruction with an immediate. The immediate is part of the instruction, so the stub has 256
+/// copies of the instruction, eight bytes apart. It is written in AT&T syntax, in which the immediate can be a symbol
+/// that the assembler increments.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -73,8 +75,8 @@ macro_rules! imm_stub {
 }
 pub(super) use imm_stub;
 
-/// Makes the stub of one row's instruction with a VEX prefix: `false` is the form of 128 bits, `true` the form of 256
-/// bits. Operand `k` is in register `k`.
+/// Makes the stub of one row's instruction with a VEX prefix, for 128 bits (`false`) or 256 bits (`true`). Operand `k`
+/// is in register `k`.
 macro_rules! row {
     // Instructions with two or three operands of the vector's size.
     (v2 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
@@ -109,18 +111,18 @@ macro_rules! row {
     (narrow_i true $text:expr) => { row!(extract true $text) };
     (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
     (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
-    // Broadcasts: all elements of the result are copies of the source's first element, or of its first 128 bits. The
-    // instructions are built from others, because hosts without AVX2 do not have the broadcast from a register.
+    // Broadcasts: all elements of the result are copies of the source's first element, or of its first 128 bits. They
+    // consist of other instructions, because hosts without AVX2 cannot broadcast from a register.
     (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast128 true $text:expr) => { stub!("vinsertf128 ymm0, ymm1, xmm1, 1") };
-    // All other combinations of form and width do not exist.
+    // No other combination of form and width exists.
     ($form:ident $wide:ident $text:expr) => { return None };
 }
 pub(super) use row;
 
-/// Whether the instructions of a form compute each half of 256 bits like a vector of 128 bits.
+/// Whether the instructions of a form compute each 128-bit half of a 256-bit vector on its own.
 #[cfg(feature = "jit")]
 macro_rules! by_halves {
     (v2) => {
@@ -145,8 +147,8 @@ macro_rules! by_halves {
 #[cfg(feature = "jit")]
 pub(super) use by_halves;
 
-/// Makes the stub of one row's instruction without a VEX prefix, from the form with the prefix. Operand 0 is also the
-/// first source. If the form has four operands, the last one is XMM0.
+/// Makes the stub of one row's instruction without a VEX prefix, from the form with the prefix. The first operand is
+/// also the first source. If the form has four operands, the last one is XMM0.
 macro_rules! legacy_row {
     (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v3i $text:expr) => { legacy_row!(v2i $text) };

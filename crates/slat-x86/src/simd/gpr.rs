@@ -1,4 +1,4 @@
-//! Instructions between XMM registers and general registers, except for plain moves.
+//! SIMD instructions that move data between XMM registers and general registers, except for plain moves.
 
 use super::host::{self, Entry, Work};
 use super::operate::{run_float, source};
@@ -8,7 +8,8 @@ use crate::int::Int;
 use crate::op::{Flow, Handler, MEM, Op, Row, bytes_of, rows};
 use iced_x86::Instruction;
 
-/// Chooses a handler for a result of 4 or 8 bytes. The source is a register, or memory with the given number of bytes.
+/// Chooses a handler for an instruction with a general register of 4 or 8 bytes as its destination. The source is a
+/// register, or memory with the given number of bytes.
 macro_rules! to_gpr {
     ($insn:expr, $op:expr, $from:literal) => {{
         let size = $insn.op0_register().size();
@@ -92,7 +93,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the bit position of the element of type `T` that the immediate selects.
+/// Returns the position, in bits, of the element of type `T` that the immediate selects.
 fn element<T: Int>(op: &Op) -> u32 {
     (op.imm as u32 & (128 / T::BITS - 1)) * T::BITS
 }

@@ -8,16 +8,16 @@ use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// A stub: code with the following calling convention: the destination (in and out) is in xmm0, the source in xmm1, the
-/// guest's XMM0 in xmm2 if the instruction reads it implicitly, an immediate in rcx, and a general register operand (in
-/// and out) in rax. The code may change r8 and xmm3. MMX operands are in mm0 and mm1.
+/// A stub: code with the following calling convention. The destination (in and out) is in xmm0, the source in xmm1, and
+/// the guest's XMM0 in xmm2 if the instruction reads it implicitly. An immediate is in rcx, and a general register
+/// operand (in and out) in rax. MMX operands are in mm0 and mm1. The code may change r8 and xmm3.
 pub(crate) type Stub = unsafe extern "C" fn();
 
 /// The address of a [`Stub`], as an operation stores it.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry(pub u64);
 
-/// The operands of a stub, and its results.
+/// The operands of a stub before the call, and its results after it.
 pub(crate) struct Work {
     pub dst: u128,
     pub src: u128,
@@ -59,7 +59,7 @@ pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
     work.dst = from_host(d);
 }
 
-/// Runs an instruction that reads XMM0 implicitly.
+/// Runs an instruction that reads XMM0 implicitly. Returns the destination.
 pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u128 {
     let mut d = to_host(dst);
     // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention.
@@ -70,7 +70,7 @@ pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u1
     from_host(d)
 }
 
-/// Runs an integer instruction that only sets flags.
+/// Runs an integer instruction that only sets flags. Returns the flags.
 pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     let flags: u64;
     // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention, and balances
@@ -82,8 +82,8 @@ pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     flags
 }
 
-/// The operands and results of PCMPxSTRx. The lengths are in rax and rdx. The resulting index is in ecx, or the
-/// resulting mask is in xmm0.
+/// The results of a string comparison (PCMPESTRI and its variants). The stub gets the lengths in rax and rdx, and
+/// returns an index in ecx or a mask in xmm0.
 pub(crate) struct Strings {
     pub mask: u128,
     pub index: u32,
@@ -108,8 +108,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     }
 }
 
-/// Runs an instruction on MMX registers. (Conversions also use XMM registers.) `mm` is the destination and the source.
-/// The host's MMX state is empty afterwards, as Rust code expects it.
+/// Runs an instruction on MMX registers; conversions also use XMM registers. `mm` has the destination and the source.
+/// Leaves the host's MMX state empty, as Rust code expects it.
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
@@ -133,14 +133,14 @@ pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u
 
 /// The sticky exception flags of MXCSR.
 pub(crate) const FLAGS: u32 = 0x3f;
-/// The masks of the exception flags. If an exception's mask is clear, the exception traps when its flag is set.
+/// The exception masks of MXCSR. An exception whose mask is clear traps when it occurs.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// The bits of the guest's MXCSR, besides masks and flags, that are not set in the host's MXCSR while a stub runs. The
-/// host may not have the bit MM, and MM only affects memory operands.
+/// The bits of the guest's MXCSR, other than masks and flags, that are left out of the host's MXCSR while a stub runs:
+/// the host may lack the bit MM, which only affects memory operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
-/// Whether the host may compute with the guest's value `mxcsr`: the value must mask all exceptions.
+/// Whether the host may compute with the guest's MXCSR `mxcsr`: whether it masks all exceptions.
 pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
     mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
 }
@@ -153,8 +153,8 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
 #[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
-    // SAFETY: the caller keeps this function's contract: the host has all bits of `new`, which masks all exceptions.
-    // Both operands are local variables.
+    // SAFETY: the host has all bits of `new`, which masks all exceptions, as this function's `# Safety` demands. Both
+    // operands are local variables.
     unsafe {
         asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
             options(nostack, preserves_flags))
@@ -162,8 +162,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// Restores the exception flags of the host's MXCSR when this value is dropped, and clears the flags of the x87 unit.
-/// The flags of MXCSR belong to the caller of the run, and the guest may have changed them.
+/// When this value is dropped, restores the exception flags of the host's MXCSR, and clears the flags of the x87 unit.
+/// The flags of MXCSR belong to the caller of the run, but guest instructions may have changed them.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -180,9 +180,9 @@ impl HostFlags {
 impl Drop for HostFlags {
     fn drop(&mut self) {
         let mut now = 0u32;
-        // SAFETY: the code stores MXCSR to a local variable. It loads the old value if MXCSR has another value. (The
-        // comparison is faster than the load.) The control bits are the same in both values. The x87 unit is empty, and
-        // Rust code does not use its flags.
+        // SAFETY: the code stores MXCSR to a local variable, and loads the old value if it differs. (Comparing is
+        // faster than loading.) The control bits are the same in both values. The x87 unit is empty, and Rust code does
+        // not use its flags.
         unsafe {
             asm!(
                 "stmxcsr [{now}]", "mov eax, [{now}]", "cmp eax, [{old}]", "je 2f", "ldmxcsr [{old}]", "2:",
@@ -193,8 +193,8 @@ impl Drop for HostFlags {
     }
 }
 
-/// Loads the guest's MXCSR from `{guest}`, unless the host's MXCSR already has this value. Stores the host's value in
-/// `{host}`. Changes r8.
+/// Stores the host's MXCSR to `{host}`. Loads the guest's MXCSR from `{guest}`, unless the register already has this
+/// value. Changes r8.
 macro_rules! load_guest_mxcsr {
     () => {
         "stmxcsr [{host}]
@@ -207,8 +207,8 @@ macro_rules! load_guest_mxcsr {
 }
 pub(super) use load_guest_mxcsr;
 
-/// Stores the guest's MXCSR to `{guest}`. If its control bits differ from those in `{host}`, loads MXCSR from `{host}`.
-/// Changes r8.
+/// Stores the guest's MXCSR to `{guest}`. If its control bits differ from those in `{host}`, loads MXCSR with the
+/// control bits in `{host}` and the guest's flags. Changes r8.
 macro_rules! load_host_mxcsr {
     () => {
         "stmxcsr [{guest}]
@@ -229,8 +229,8 @@ pub(super) use load_host_mxcsr;
 /// exception flags afterwards. Returns the arithmetic flags, which comparisons set.
 ///
 /// Loading MXCSR takes longer than most of these instructions. So the load is skipped if the host's register already
-/// has the guest's value. To make this the usual case, the guest's sticky flags stay in the host's register. (Rust
-/// allows any exception flags. The control bits are restored.)
+/// has the guest's value. To make this the usual case, only the control bits are restored afterwards, and the guest's
+/// sticky flags stay in the host's register. (Rust code allows any flags.)
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

@@ -1,6 +1,6 @@
-//! The elements of a result that can underflow.
+//! Which elements of a result can underflow.
 
-/// The elements of an instruction's result that can be denormal because of an underflow.
+/// Which elements of an instruction's result can be denormal because of an underflow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lanes {
     None,
@@ -11,14 +11,14 @@ pub(super) enum Lanes {
     ScalarDouble,
 }
 
-/// Whether `value` is denormal. It has the given numbers of exponent and fraction bits.
+/// Whether `value` is denormal. `exponent` and `fraction` are the numbers of bits of these fields.
 fn is_denormal(value: u64, exponent: u32, fraction: u32) -> bool {
     let of = |bits: u32| (1 << bits) - 1;
     value >> fraction & of(exponent) == 0 && value & of(fraction) != 0
 }
 
 impl Lanes {
-    /// Whether an element of a result is denormal.
+    /// Whether one of these elements of a result is denormal.
     pub(super) fn has_denormal(self, result: &[u128]) -> bool {
         let (bits, exponent, fraction) = match self {
             Lanes::None => return false,

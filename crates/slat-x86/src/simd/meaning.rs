@@ -1,6 +1,6 @@
-//! The vector instructions that the compiler translates itself, described by their meaning.
+//! Describes what the vector instructions do that the compiler translates itself.
 
-/// The elements of a vector.
+/// The size and type of a vector's elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Elements {
     Bytes,
@@ -9,22 +9,22 @@ pub(crate) enum Elements {
     Quadwords,
     Singles,
     Doubles,
-    /// Only the lowest element is computed; the other elements are copied from the first source.
+    /// One element: only the lowest element is computed; the others are copied from the first source.
     Single,
     Double,
 }
 
-/// An operation on each element of two vectors.
+/// An operation on corresponding elements of two vectors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Each {
     And,
-    /// AND of the first operand's complement and the second operand.
+    /// AND of the complement of the first operand and the second operand.
     AndNot,
     Or,
     Xor,
     /// Equality: an element of the result is all ones if the elements are equal, otherwise all zeroes.
     Equal,
-    /// "Greater than", signed. Operations are signed unless their names say otherwise.
+    /// "Greater than", signed. All operations are signed unless their names say otherwise.
     Greater,
     Add,
     Subtract,
@@ -34,10 +34,10 @@ pub(crate) enum Each {
     Max,
     MinUnsigned,
     MaxUnsigned,
-    /// The elements of the lower halves of both sources, in turn.
+    /// The result's elements are taken from the lower halves of the two sources in turn.
     InterleaveLow,
     InterleaveHigh,
-    /// A shift by the second operand.
+    /// A shift to the left. The second operand is the count.
     ShiftLeft,
     ShiftRight,
     ShiftSigned,

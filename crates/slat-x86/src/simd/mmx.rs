@@ -1,4 +1,4 @@
-//! MMX: the instructions whose operands are MMX registers, which are the significands of the x87 registers.
+//! MMX: instructions with MMX registers, which are the significands of the x87 registers.
 
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work};
 use super::{moves, table};
@@ -8,7 +8,7 @@ use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
 use crate::state::{F80, control};
 use iced_x86::{Instruction, Mnemonic as M, OpKind};
 
-/// The rows of mnemonics that exist only with MMX registers.
+/// The rows of mnemonics that have no form with XMM registers.
 pub(super) const ROWS: &[Row] = rows! { |insn, op|
     Emms | Movntq | Maskmovq | Pshufw | Cvtpi2ps | Cvtpi2pd | Cvtps2pi | Cvttps2pi | Cvtpd2pi | Cvttpd2pi | Movq2dq
     | Movdq2q => lower(insn, op)?,
@@ -60,7 +60,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
-/// Raises a pending x87 exception. MMX instructions do this in the same way as x87 instructions.
+/// Raises a pending x87 exception, as MMX instructions do, like x87 instructions.
 fn check(cpu: &mut Cpu) -> Flow {
     crate::x87::check_pending(cpu)
 }
@@ -76,7 +76,7 @@ fn set_mm(cpu: &mut Cpu, r: u8, value: u64) {
     };
 }
 
-/// Changes the x87 state as every MMX instruction does, even an instruction that then raises #XM.
+/// Changes the x87 state (tags, top of stack) as every MMX instruction does, even one that then raises #XM.
 fn enter(cpu: &mut Cpu) {
     const TOP: u16 = 7 << 11;
     cpu.state.fsw &= !TOP;
@@ -155,10 +155,10 @@ fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Reads the source operand from an MMX register or memory.
+/// Reads the source operand from an MMX register, or from memory.
 fn source(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     if op.r[1] == MEM {
-        // An instruction that unpacks low halves reads a doubleword from memory. All others read a quadword.
+        // Instructions that unpack low halves read 32 bits of memory, all others 64 bits.
         return match op.size {
             2 => cpu.load_mem::<u32>(op).map(u64::from),
             _ => cpu.load_mem::<u64>(op),
@@ -203,7 +203,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn to_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
-    // If the source is memory, the instruction has no MMX register, so it does not check for a pending x87 exception.
+    // With a source in memory, the instruction uses no MMX register, so it does not check for a pending x87 exception.
     if op.r[1] != MEM {
         check(cpu)?;
     }
@@ -250,7 +250,7 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs the stub with every exception masked. Then raises the exceptions that the guest has not masked. (Only
+/// Runs the stub with all exceptions masked, and then raises the exceptions that the guest has not masked. (Only
 /// conversions have exceptions.)
 fn run(cpu: &mut Cpu, op: &Op, mms: &mut [u64; 2], work: &mut Work) -> Flow {
     let guest = cpu.state.mxcsr;

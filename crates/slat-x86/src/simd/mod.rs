@@ -1,8 +1,8 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host's CPU executes the instructions. `pairs` and `table` have a stub for each mnemonic, with the same
-//! instruction of the host, and `host` calls the stub. The handlers here only fetch operands and store results. Plain
-//! moves need no stub.
+//! The host's CPU executes these instructions itself. `pairs` and `table` have a *stub* for each mnemonic: a function
+//! with the same instruction of the host, which `host` calls. The handlers here only fetch operands and store results.
+//! Plain moves need no stub.
 
 mod forms;
 mod gpr;
@@ -37,8 +37,8 @@ use slat_process::once::Prepared;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The instruction sets that the host executes, as bits of CPUID leaves. The software CPU may report these bits in
-/// CPUID.
+/// The instruction sets that this CPU can offer on this host, as bits of CPUID leaves. The client may set these bits in
+/// the guest's CPUID.
 ///
 /// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,8 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether this CPU offers an instruction set: this CPU implements it, and the host has it if that is necessary.
+/// Whether this CPU offers an instruction set: it implements the instruction set, and the host has it if that is
+/// necessary.
 fn has(feature: CpuidFeature) -> bool {
     match feature {
         CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 | CpuidFeature::SSE4A => true,
@@ -93,14 +94,15 @@ fn has(feature: CpuidFeature) -> bool {
     }
 }
 
-/// The number of iced's codes, rounded up.
+/// The size of the table of iced's instruction codes: their number, rounded up.
 const CODES: usize = 8192;
 
-/// The instructions that this CPU offers, one bit for each of iced's codes. This CPU offers an instruction if it offers
-/// all instruction sets to which the instruction belongs.
+/// The instructions that this CPU offers, one bit for each of iced's instruction codes. An instruction is offered if
+/// all instruction sets are offered to which it belongs.
 static OFFERED: [AtomicU64; CODES / 64] = [const { AtomicU64::new(0) }; CODES / 64];
 
-/// Finds out, once per process, which instructions [are offered](is_offered). Call before any instruction is lowered.
+/// Finds out which instructions this CPU [offers](is_offered), once per process. Call before any instruction is
+/// lowered.
 pub(crate) fn detect() {
     static DETECTED: Prepared = Prepared::new();
     let Ok(()) = DETECTED.once::<Infallible>(|| {
@@ -122,7 +124,7 @@ pub(crate) fn is_offered(insn: &Instruction) -> bool {
     OFFERED[number / 64].load(Ordering::Relaxed) >> (number % 64) & 1 != 0
 }
 
-/// The rows of instructions without VEX.
+/// The rows of instructions without a VEX prefix.
 pub(crate) const ROWS: [&[Row]; 5] = [
     moves::ROWS,
     gpr::ROWS,
@@ -130,10 +132,10 @@ pub(crate) const ROWS: [&[Row]; 5] = [
     sse4a::ROWS,
     mmx::ROWS,
 ];
-/// The rows of instructions with VEX.
+/// The rows of instructions with a VEX prefix.
 pub(crate) const VEX_ROWS: [&[Row]; 5] = vex::ROWS;
 
-/// Chooses the handler of a SIMD instruction by its row's function `lower`, if the instruction [is
+/// Chooses the handler of a SIMD instruction: calls its row's function `lower`, if the instruction [is
 /// offered](is_offered). `None`: this CPU does not have the instruction.
 #[inline(always)]
 pub(crate) fn choose(lower: Lower, insn: &Instruction, op: &mut Op) -> Option<Handler> {

@@ -5,7 +5,7 @@ use crate::int::Int;
 use crate::op::{Flow, Handler, MEM, NONE, Op, Row, form, rows};
 use iced_x86::{Code, Instruction};
 
-/// Chooses the handler of a move by its form: between registers, load, or store.
+/// Chooses one of a move's handlers: between registers, load, or store.
 pub(super) fn one_of(op: &Op, registers: Handler, load: Handler, store: Handler) -> Handler {
     match (op.r[0] == MEM, op.r.contains(&MEM)) {
         (true, _) => store,
@@ -66,7 +66,7 @@ pub(super) fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store::<u128>(lin, cpu.state.xmm[usize::from(op.r[1])])
 }
 
-/// Moves only the low element. The rest of the destination does not change.
+/// Copies the low element. The rest of the destination keeps its value.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let src = cpu.state.xmm[usize::from(op.r[1])];
@@ -75,7 +75,7 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Moves the low element, and clears the rest of the destination.
+/// Copies the low element, and clears the rest of the destination.
 pub(super) fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64)
         .zx()
@@ -125,8 +125,8 @@ pub(super) fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_mem::<u64>(op, value)
 }
 
-/// Fills in the implicit memory operand of masked stores. Its address is in RDI, and its segment is DS or the segment
-/// of the prefix.
+/// Fills in the implicit memory operand of masked stores: the address in RDI, in DS or the segment that a prefix
+/// selects.
 pub(super) fn address_in_di(op: &mut Op) {
     const DI: u8 = 7;
     op.base = DI;
@@ -135,7 +135,7 @@ pub(super) fn address_in_di(op: &mut Op) {
     op.form = form::FULL;
 }
 
-/// Executes MASKMOVDQU. It stores those bytes for which the sign bit of the byte in the mask is set.
+/// Executes MASKMOVDQU: stores each byte whose mask byte has its sign bit set.
 pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     let data = cpu.state.xmm[usize::from(op.r[1])].to_le_bytes();
     let mask = cpu.state.xmm[usize::from(op.r[2])].to_le_bytes();
@@ -143,8 +143,8 @@ pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     store_bytes_by_mask(cpu, lin, &data, &mask)
 }
 
-/// Stores the selected bytes, after checking that all of them are writable. Does not write the other bytes, because
-/// another CPU may write them at the same time.
+/// Stores the bytes that `mask` selects, after checking that all of them are writable. Does not write the other bytes,
+/// because another CPU may write them at the same time.
 pub(super) fn store_bytes_by_mask(cpu: &mut Cpu, lin: u64, data: &[u8], mask: &[u8]) -> Flow {
     let selected = || {
         (0..data.len())

@@ -1,5 +1,5 @@
-//! Handlers of instructions with XMM and memory operands whose result is in XMM or flags. A handler fetches the
-//! operands, calls the stub, and stores the result.
+//! Handlers of instructions that a stub executes, with XMM and memory operands, and results in XMM registers or flags.
+//! A handler fetches the operands, calls the stub, and stores the result.
 
 use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
@@ -48,7 +48,8 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         0
     };
     if mnemonic == Mnemonic::Insertps && from != 0 {
-        // If the source element is in memory, the immediate's bits that select a source element have no effect.
+        // If the source of INSERTPS is in memory, the bits of the immediate that select a source element have no
+        // effect.
         op.aux &= 0x3f;
     }
     macro_rules! by_source {
@@ -79,11 +80,10 @@ fn returns_index(mnemonic: Mnemonic) -> bool {
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }
 
-/// The value of the generic parameter `FROM` for a memory operand of 16 bytes that need not be aligned.
+/// The value of `FROM` for a memory operand of 16 bytes that need not be aligned.
 pub(super) const UNALIGNED: u8 = 17;
 
-/// Reads the second operand. If `FROM` is 0, this is a register. Otherwise these are `FROM` bytes of memory,
-/// zero-extended.
+/// Reads the second operand: a register if `FROM` is 0, else `FROM` bytes of memory, zero-extended.
 #[inline(always)]
 pub(super) fn source<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Result<u128, Break> {
     Ok(match FROM {
@@ -153,8 +153,8 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs a floating-point stub with the guest's MXCSR. If an exception is not masked, changes only the flags in MXCSR,
-/// and raises #XM. (If the guest's system does not support #XM, raises #UD.)
+/// Runs a floating-point stub with the guest's MXCSR. If it raises an exception that the guest has not masked, changes
+/// only the flags in MXCSR, and raises #XM (#UD if CR4.OSXMMEXCPT is clear).
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     if runs_on_host(cpu.state.mxcsr) {
@@ -163,8 +163,8 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// The exceptions that are detected before a result is computed: invalid, denormal and divide-by-zero. If one of
-/// them is raised and is not masked, the other exceptions do not occur.
+/// The exceptions that are detected before a result is computed: invalid, denormal and divide-by-zero. If one of them
+/// occurs unmasked, the instruction raises no exception of another kind.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
@@ -185,9 +185,9 @@ fn lanes(op: &Op) -> Lanes {
     }
 }
 
-/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction with the MXCSR that is
-/// passed to it. `run` returns the result, and whether the result has a denormal element that is an underflow. All
-/// exceptions stay masked meanwhile, because otherwise this process would get a signal. This function corrects the
+/// Runs an instruction for a guest that has not masked all exceptions. `run` executes the instruction with an MXCSR
+/// that it gets, and returns the result, and whether an element of the result is denormal because of an underflow. That
+/// MXCSR masks all exceptions, because otherwise this process would get a signal. This function makes up for the
 /// differences from unmasked execution, except for one: with an unmasked overflow or underflow, hardware sets the
 /// precision flag only if the result would be inexact even with an unbounded exponent.
 pub(super) fn with_unmasked<T>(
@@ -202,7 +202,7 @@ pub(super) fn with_unmasked<T>(
     }
     let (result, has_denormal) = run(&mut mxcsr);
     let mut raised = mxcsr & FLAGS;
-    // If underflow is not masked, a denormal result raises it even if the result is exact.
+    // An unmasked underflow is raised by every denormal result, even an exact one.
     if masks & UNDERFLOW == 0 && has_denormal {
         raised |= UNDERFLOW;
     }
@@ -221,7 +221,7 @@ pub(super) fn with_unmasked<T>(
     Err(cpu.raise(vector, None))
 }
 
-/// Executes PCMPESTRI or a variant. If `INDEX`, the result is an index in ECX; otherwise it is a mask in XMM0.
+/// Executes PCMPESTRI or a variant. If `INDEX`, stores the resulting index in ECX, else the resulting mask in XMM0.
 pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

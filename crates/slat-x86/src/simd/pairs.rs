@@ -1,9 +1,10 @@
 //! The instructions that exist both without and with a VEX prefix. Each such pair has one row, which interpreter and
 //! compiler use.
 //!
-//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group says
-//! how the stubs are called ([`Kind`]), and which operands the form with VEX has (`forms::row`). After `=` is the row's
-//! meaning, from which the compiler makes instructions. For a row without a meaning, the compiler calls the stub.
+//! A row begins with the two mnemonics, which are also their names in the host's assembler. The name of the row's group
+//! says how the stubs are called ([`Kind`]), and which operands the form with VEX has (`forms::row`). After `=` is what
+//! the instruction does, for the compiler, which translates it. For a row without this, the compiler emits a call of
+//! the stub.
 
 use core::arch::naked_asm;
 
@@ -16,7 +17,7 @@ use super::lanes::Lanes;
 use super::meaning::{Each, Elements};
 use iced_x86::Mnemonic as M;
 
-/// Returns the kind of the form without VEX, given the kind and the form with VEX.
+/// Returns the kind of the stub without VEX, from the kind of the stub with VEX and its form.
 macro_rules! legacy_kind {
     (Int v4) => {
         Kind::ImplicitXmm0
@@ -47,11 +48,11 @@ macro_rules! has_immediate {
 
 macro_rules! pairs {
     ($($kind:ident $form:ident { $($legacy:ident $vex:ident $(= $each:ident $elements:ident)?),+ $(,)? })+) => {
-        /// The mnemonics without VEX. The next constant has the mnemonics with VEX.
+        /// The mnemonics without VEX. The next constant is the mnemonics with VEX, in the same order.
         pub(super) const LEGACY: &[M] = &[$($(M::$legacy),+),+];
         pub(super) const VEX: &[M] = &[$($(M::$vex),+),+];
 
-        /// Returns the stub of an instruction without VEX, whose operands are all in XMM registers or memory.
+        /// Returns the stub of an instruction without VEX whose operands are all XMM registers or memory.
         pub(super) fn legacy(mnemonic: M) -> Option<(Kind, Stub)> {
             Some(match mnemonic {
                 $($(M::$legacy => (legacy_kind!($kind $form), legacy_row!($form stringify!($legacy))),)+)+
@@ -59,8 +60,7 @@ macro_rules! pairs {
             })
         }
 
-        /// Returns the stub of an instruction with VEX, with or without an immediate. If `wide`, returns the stub of
-        /// the form of 256 bits.
+        /// Returns the stub of an instruction with VEX, with or without an immediate; if `wide`, the stub for 256 bits.
         #[allow(unreachable_code, reason = "rows without one of the sizes")]
         pub(super) fn vex(mnemonic: M, wide: bool, immediate: bool) -> Option<(Kind, Stub)> {
             Some(match (mnemonic, wide) {
@@ -74,7 +74,7 @@ macro_rules! pairs {
             })
         }
 
-        /// Whether an instruction computes each half of 256 bits like an instruction of 128 bits: see
+        /// Whether the 256-bit form computes each 128-bit half like the 128-bit form: see
         /// [`simd::vex::table`](super::vex).
         #[cfg(feature = "jit")]
         pub(super) fn is_by_halves(mnemonic: M) -> bool {
@@ -84,8 +84,8 @@ macro_rules! pairs {
             }
         }
 
-        /// Returns the operation of an instruction on each element of its two sources, if the compiler
-        /// knows the instruction.
+        /// Returns what an instruction does with each element of its two sources. `None`: the compiler cannot translate
+        /// it.
         #[cfg(feature = "jit")]
         pub(crate) fn meaning(mnemonic: M) -> Option<(Each, Elements)> {
             Some(match mnemonic {
@@ -123,7 +123,7 @@ pairs! {
         Pcmpeqd Vpcmpeqd = Equal Doublewords, Pcmpeqq Vpcmpeqq = Equal Quadwords,
         Pcmpgtb Vpcmpgtb = Greater Bytes, Pcmpgtw Vpcmpgtw = Greater Words,
         Pcmpgtd Vpcmpgtd = Greater Doublewords, Pcmpgtq Vpcmpgtq = Greater Quadwords,
-        // Order of elements:
+        // Reordering of elements:
         Punpcklbw Vpunpcklbw = InterleaveLow Bytes, Punpckhbw Vpunpckhbw = InterleaveHigh Bytes,
         Punpcklwd Vpunpcklwd = InterleaveLow Words, Punpckhwd Vpunpckhwd = InterleaveHigh Words,
         Punpckldq Vpunpckldq = InterleaveLow Doublewords, Punpckhdq Vpunpckhdq = InterleaveHigh Doublewords,
@@ -136,13 +136,13 @@ pairs! {
     }
     Int v2 {
         Pabsb Vpabsb, Pabsw Vpabsw, Pabsd Vpabsd, Movddup Vmovddup, Movshdup Vmovshdup, Movsldup Vmovsldup,
-        // These approximations, and the scalar ones below, do not use MXCSR for rounding, and raise no exceptions.
+        // These approximations, and the scalar ones below, do not round by MXCSR, and raise no exceptions.
         Rcpps Vrcpps, Rsqrtps Vrsqrtps,
     }
     Int x2 {
         Phminposuw Vphminposuw, Aesimc Vaesimc,
     }
-    // These are the shifts with a count in a register. Shifts by an immediate have other stubs.
+    // Shifts with the count in a register. Shifts by an immediate have other stubs.
     Int shift {
         Psllw Vpsllw = ShiftLeft Words, Pslld Vpslld = ShiftLeft Doublewords, Psllq Vpsllq = ShiftLeft Quadwords,
         Psrlw Vpsrlw = ShiftRight Words, Psrld Vpsrld = ShiftRight Doublewords, Psrlq Vpsrlq = ShiftRight Quadwords,

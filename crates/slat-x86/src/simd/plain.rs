@@ -1,18 +1,18 @@
-//! Describes, for the compiler, the instructions whose operands and result are vectors. Compiled code calls the stubs
-//! of these instructions without the interpreter.
+//! Describes to the compiler the instructions whose operands and results are vectors. Compiled code calls the stubs of
+//! these instructions itself, without the interpreter.
 
 use super::forms::Kind;
 use super::{table, vex};
 use iced_x86::{EncodingKind, Instruction, OpKind};
 
-/// The form of a stub for an instruction whose operands and result are vectors.
+/// How to call the stub of an instruction whose operands and result are vectors.
 pub(crate) struct Plain {
     /// The address of the stub for 128 bits.
     pub(crate) stub: usize,
     /// Whether the stub takes the immediate, which is in the operation's `aux`.
     pub(crate) has_immediate: bool,
-    /// The number of the first operand that the stub reads. The next field is the number of the last one. Operand `k`
-    /// is in register `k`.
+    /// The number of the first operand that the stub reads; `last` is the number of the last one. Operand `k` is passed
+    /// in register `k`.
     pub(crate) first: usize,
     pub(crate) last: usize,
     /// Whether the register after the last operand must hold the guest's XMM0.
@@ -25,9 +25,9 @@ pub(crate) struct Plain {
     pub(crate) is_aligned: bool,
 }
 
-/// Returns how a stub executes `insn`, which the host must have. If `wide`, the stub will be called for each half of
-/// 128 bits. `None`: an operand or the result is not a vector, or the halves of the result depend on both halves of an
-/// operand.
+/// Returns how to call the stub of `insn`, which the host must have. If `wide`, the compiler will call the stub once
+/// for each 128-bit half. `None`: an operand or the result is not a vector, or a half of the result depends on both
+/// halves of an operand.
 pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     match insn.encoding() == EncodingKind::VEX {
         true => vex::plain(insn, wide),

@@ -1,5 +1,5 @@
-//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. These instructions are computed in Rust, so that guests have
-//! them on every host.
+//! SSE4a of AMD's CPUs: EXTRQ, INSERTQ, MOVNTSS and MOVNTSD. They are computed in Rust, so that guests have them on
+//! every host.
 
 use super::moves::store_low;
 use crate::Cpu;
@@ -14,8 +14,8 @@ struct Field {
 }
 
 impl Field {
-    /// Decodes a field from two bytes, of which the low six bits count. The bytes are immediates, or the low bytes of a
-    /// register.
+    /// Decodes a field from the low six bits of each of two bytes, its length and its index. The bytes are immediates,
+    /// or the low bytes of a register.
     fn of(bytes: u64) -> Self {
         Field {
             len: bytes as u32 & 63,
@@ -23,7 +23,7 @@ impl Field {
         }
     }
 
-    /// Returns a mask of the field's length, beginning at bit 0.
+    /// Returns a mask of as many ones as the field has bits, from bit 0 on.
     fn mask(&self) -> u64 {
         match self.len {
             0 => u64::MAX,
@@ -32,8 +32,8 @@ impl Field {
     }
 }
 
-/// Extracts a field of the quadword in register `r`, and stores it at bit 0. The manual leaves the upper half of the
-/// register undefined. CPUs clear it.
+/// Extracts a field of the quadword in register `r`, and stores it in `r` from bit 0 on. The manual leaves the upper
+/// half of the register undefined; CPUs clear it.
 fn extract(cpu: &mut Cpu, r: u8, field: &Field) {
     let dst = &mut cpu.state.xmm[usize::from(r)];
     *dst = (*dst as u64 >> field.index & field.mask()).into();
@@ -86,7 +86,7 @@ fn movnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     store_low::<T>(cpu, op)
 }
 
-/// Stores in `op` the field that two immediates describe.
+/// Stores in `op` the field that the instruction's two immediates describe.
 fn field(insn: &Instruction, op: &mut Op) {
     op.imm = u64::from(insn.immediate8()) | u64::from(insn.immediate8_2nd()) << 8;
 }

@@ -1,5 +1,5 @@
-//! The host's instruction for each mnemonic without VEX that is not in [`pairs`], and for each MMX instruction. There
-//! is one line for each mnemonic.
+//! The stubs of instructions without VEX that are not in [`pairs`], and of MMX instructions: the host's instruction for
+//! each mnemonic, one per line.
 
 use core::arch::naked_asm;
 
@@ -9,7 +9,7 @@ use super::forms::{Kind, imm_stub, legacy_row, stub};
 use super::host::Stub;
 use super::pairs;
 
-/// Returns the stub of an instruction whose operands are all in XMM registers or memory.
+/// Returns the stub of an instruction whose operands are all XMM registers or memory.
 pub(super) fn xmm(mnemonic: M) -> Option<(Kind, Stub)> {
     pairs::legacy(mnemonic).or_else(|| sha(mnemonic))
 }
@@ -37,7 +37,7 @@ macro_rules! shifts {
     ($($mnemonic:ident),+ $(,)?) => {
         pub(super) const SHIFTS: &[M] = &[$(M::$mnemonic),+];
 
-        /// Returns the stub of a shift of one register by a constant.
+        /// Returns the stub of a shift of an XMM register by a constant.
         pub(super) fn shift(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $(M::$mnemonic => imm_stub!(concat!(stringify!($mnemonic), " $slat_imm, %xmm0")),)+
@@ -56,7 +56,7 @@ macro_rules! strings {
     ($($mnemonic:ident $text:literal),+ $(,)?) => {
         pub(super) const STRINGS: &[M] = &[$(M::$mnemonic),+];
 
-        /// Returns the stub of a string comparison, which has several results.
+        /// Returns the stub of a string comparison.
         pub(super) fn string(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $(M::$mnemonic => imm_stub!($text),)+
@@ -69,13 +69,12 @@ macro_rules! strings {
 strings! {
     Pcmpestri "pcmpestri $slat_imm, %xmm1, %xmm0", Pcmpestrm "pcmpestrm $slat_imm, %xmm1, %xmm0",
     Pcmpistri "pcmpistri $slat_imm, %xmm1, %xmm0", Pcmpistrm "pcmpistrm $slat_imm, %xmm1, %xmm0",
-    // These are the forms with 64-bit lengths (REX.W). They are written as bytes, because the assembler has no names
-    // for them.
+    // The forms with 64-bit lengths (REX.W) are written as bytes, because the assembler has no names for them.
     Pcmpestri64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x61, 0xc1, slat_imm",
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }
 
-/// Defines functions that return the stub of an instruction with a general register or memory operand of `bytes` bytes.
+/// Defines functions that return the stub of an instruction with a general register, or memory, of `bytes` bytes.
 macro_rules! gprs {
     ($($(#[$doc:meta])* $name:ident { $($mnemonic:ident $size:literal $text:literal),+ $(,)? })+) => {
         $($(#[$doc])*
@@ -110,8 +109,8 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident),+ $(,)? })+) => {
-        /// Returns the stub of an instruction with an MMX operand. The instruction has the same name as with XMM
-        /// registers, but the stub uses MMX registers.
+        /// Returns the stub of an instruction with an MMX operand. Its mnemonic is the same as with XMM registers, but
+        /// the stub uses MMX registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $($(M::$mnemonic => mmx!(@$form stringify!($mnemonic)),)+)+

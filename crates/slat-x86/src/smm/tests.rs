@@ -18,7 +18,7 @@ impl Random {
             selector: self.next() as u16,
             base: if wide { self.next() } else { self.next() >> 32 },
             limit: self.next() as u32,
-            // A segment that is not present is not usable.
+            // Such a segment counts as unusable if it is not present.
             rights: loaded_rights(rights),
         }
     }
@@ -30,7 +30,7 @@ impl Random {
         }
     }
 
-    /// Returns a random valid state outside system management mode, in real mode or in one of the paging modes.
+    /// Returns a random valid state outside SMM, in real mode or in one of the paging modes.
     fn state(&mut self, map: SmramMap) -> State {
         let wide = map == SmramMap::Bits64;
         let mut word = || if wide { self.next() } else { self.next() >> 32 };
@@ -91,8 +91,8 @@ fn cpu(state: &State) -> Cpu {
     cpu
 }
 
-/// Checks for random states that an SMI followed by RSM changes nothing. If the handler changes registers that were
-/// saved, RSM undoes the change. Other changes of the handler stay.
+/// An SMI followed by RSM changes nothing, in random states. RSM undoes the handler's changes of registers that were
+/// saved, and keeps its changes of other registers.
 #[test]
 fn rsm_restores_what_an_smi_saved() {
     let mut random = Random(0x5a5a_1234);
@@ -118,7 +118,7 @@ fn rsm_restores_what_an_smi_saved() {
             let expected = State {
                 cr2: 7,
                 cr8: 9,
-                // The entries are saved only with PAE paging.
+                // PDPTEs are saved only with PAE paging.
                 pdptes: match before.pae_paging() {
                     true => pdptes,
                     false => cpu.state.pdptes,
@@ -130,7 +130,8 @@ fn rsm_restores_what_an_smi_saved() {
     }
 }
 
-/// The expected addresses are those of AMD64 volume 2, table 10-1, and of Intel's P6. They begin at SMBASE + 0xfe00.
+/// Registers are saved at the addresses that AMD64 volume 2, table 10-1, and the manual of Intel's P6 give, from SMBASE
+/// + 0xfe00 on.
 #[test]
 fn registers_are_where_the_manuals_have_them() {
     let mut state = State::reset();
@@ -164,7 +165,7 @@ fn registers_are_where_the_manuals_have_them() {
     assert_eq!(at(0xff00) as u32, 0x7ffe_0000);
     assert_eq!((at(0xfef8) >> 32) as u32, 0x2_0064);
     assert_eq!(at(0xfed0), state.efer);
-    // FS: selector, attributes without the byte of the limit, limit, base.
+    // FS: its selector, attributes (without the bits of the limit), limit and base.
     assert_eq!(at(0xfe40), 0xf_ffff_c0f3_002b);
     assert_eq!(at(0xfe48), 0x1234_5000);
     assert_eq!((at(0xfe80) >> 32) as u16, 0xfff);
@@ -250,7 +251,7 @@ fn rsm_moves_smbase() {
 }
 
 /// RSM refuses registers that no CPU can have. Each step makes one register invalid. The CPU then does not change, and
-/// is still in system management mode.
+/// is still in SMM.
 #[test]
 fn rsm_refuses_impossible_registers() {
     let mut state = State::reset();
@@ -270,7 +271,7 @@ fn rsm_refuses_impossible_registers() {
         (at64::DR6, 1 << 32),
         (at64::DR7, 1 << 40),
         (at64::CR4, CR4_PAE | 1 << 63),
-        // This is PAE paging with page-directory-pointer entries that cannot be read.
+        // Without EFER.LME, this is PAE paging, and the PDPTEs cannot be read.
         (at64::EFER, 0),
     ];
     for (at, value) in bad {
@@ -284,8 +285,8 @@ fn rsm_refuses_impossible_registers() {
         assert_eq!(cpu.state, before);
         cpu.leave_smm(SmramMap::Bits64, &good, |_| None).unwrap();
     }
-    // The first case is PAE paging with PCIDs, which do not exist in this mode. The second case is PAE paging with an
-    // entry that has a reserved bit set.
+    // First, PAE paging with CR4.PCIDE set, which needs long mode. Second, PAE paging with a PDPTE that has a reserved
+    // bit set.
     state.efer = 0;
     state.cr4 = CR4_PAE | CR4_PCIDE;
     let smram = state.smram(SmramMap::Bits64);
@@ -302,7 +303,7 @@ fn rsm_refuses_impossible_registers() {
     assert_eq!(cpu.state.pdptes, [1, 2, 0, 0]);
 }
 
-/// Each segment register, table and shadow is at the offset that the manuals give, so that a handler finds it there.
+/// Each segment register, table and shadow is saved at the offset that the manuals give, where a handler looks for it.
 #[test]
 fn each_segment_is_where_the_manuals_have_it() {
     let mut state = State::reset();

@@ -1,4 +1,4 @@
-//! Checks of VMRUN on the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization and
+//! VMRUN's checks of the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization and
 //! Consistency Checks"). If a check fails, the hypervisor gets VMEXIT_INVALID.
 
 use crate::Cpu;
@@ -8,12 +8,12 @@ use crate::nested::vmcb::{Control, Registers, virtual_interrupt};
 use crate::state::{Segment, control::*, is_pat};
 use crate::svm::feature;
 
-/// The number of bytes of the I/O permission map. The next constant is that of the MSR permission map.
+/// The size of the I/O permission map in bytes. The next constant is the size of the MSR permission map.
 const IO_MAP_BYTES: u64 = 0x3000;
 const MSR_MAP_BYTES: u64 = 0x2000;
 
 impl Cpu {
-    /// Whether VMRUN can run a guest with these registers, and the control area `control`.
+    /// Whether VMRUN can run a guest with the registers `guest` and the control area `control`.
     pub(crate) fn is_runnable(&self, guest: &Registers, control: &Control) -> bool {
         are_registers_valid(guest, &self.features)
             && self.is_control_valid(control, self.state.cr0)
@@ -25,7 +25,7 @@ impl Cpu {
         use virtual_interrupt::*;
         let features = &self.features;
         let has = |bit| features.svm & bit != 0;
-        // A map may end at the very end of the address space, but not beyond it.
+        // A map may reach to the very end of the physical address space, but not beyond.
         let ends_beyond = |at: u64, bytes: u64| {
             (at | at.wrapping_add(bytes - 1)) & features.beyond_physical() != 0
         };
@@ -51,8 +51,8 @@ impl Cpu {
     }
 }
 
-/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19). All other illegal
-/// combinations are refused.
+/// Whether a CPU with `features` can have the registers `guest`. Paging in real mode is allowed (15.19); all other
+/// illegal combinations are refused.
 pub(crate) fn are_registers_valid(guest: &Registers, features: &Features) -> bool {
     let Registers {
         cs,

@@ -12,11 +12,11 @@ use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction};
 
-/// The reason of the exit if a control block is not in memory. KVM also ends the run in this case. A processor would
-/// use any data that the bus returns.
+/// Why the run ends if a control block is not in memory. KVM also ends the run then. A processor would use whatever
+/// data the bus returns.
 const NO_MEMORY: &str = "a control block of SVM that is not in memory";
 
-/// Raises #UD unless SVM is enabled and the CPU is in protected mode; raises #GP(0) outside CPL 0.
+/// Raises #UD unless SVM is enabled and the CPU is in protected mode. Raises #GP(0) if CPL is not 0.
 fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.efer & EFER_SVME == 0 || cpu.has_paragraphs() {
         return Err(cpu.ud());
@@ -24,8 +24,8 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     cpu.privileged()
 }
 
-/// Returns the address of a control block, from RAX. Raises #GP(0) if it is not the address of a page, or exceeds the
-/// physical address space.
+/// Returns the address of a control block, which is in RAX. Raises #GP(0) if it is not a multiple of 4096, or beyond
+/// the physical address space.
 fn vmcb_address(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     let address = rax(cpu, op);
     match address & (0xfff | cpu.features.beyond_physical()) {
@@ -48,7 +48,7 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::VMRUN)?;
     let vmcb = vmcb_address(cpu, op)?;
-    // As in KVM, VMRUN fails if the hypervisor has not set the address of its host save area.
+    // As in KVM, VMRUN raises #GP(0) if the hypervisor has not set the address of its host save area.
     if cpu.state.vm_hsave_pa == 0 {
         return Err(cpu.gp());
     }
@@ -58,9 +58,9 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-/// Returns the nested tables that translate the address of the control block in VMLOAD and VMSAVE. `None`: the address
-/// needs no nested translation. The address needs it if the hypervisor has virtualized these instructions for its guest
-/// (15.33.1). If they are virtualized and the guest is not in long mode, there is a #VMEXIT with exit code `code`.
+/// For VMLOAD and VMSAVE of a nested guest: if its hypervisor has virtualized them (15.33.1), returns the nested tables
+/// that translate the address of the control block. Otherwise returns `None`. If they are virtualized and the nested
+/// guest is not in long mode, causes a #VMEXIT with exit code `code`.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
     match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {
@@ -105,7 +105,7 @@ fn clgi(cpu: &mut Cpu, op: &Op) -> Flow {
     set_gif(cpu, op, code::CLGI, false)
 }
 
-/// Changes GIF, or, in a guest with a virtual GIF, the virtual GIF.
+/// Sets GIF to `gif`; in a guest with a virtual GIF, the virtual GIF instead.
 fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code)?;
@@ -119,15 +119,15 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// Executes INVLPGA: drops the translations of a page in an ASID. If the ASID is not the current one, drops the
-/// translations of all pages in that ASID.
+/// Executes INVLPGA: drops the translations of a page under an ASID. If the ASID is not the current one, drops the
+/// translations of all its pages.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;
     let address = rax(cpu, op);
     let world = world_of(cpu.state.gpr[1] as u32);
     if !cpu.canonical(address) {
-        // As with INVLPG, the instruction drops nothing if the address is not canonical.
+        // As INVLPG does, drop nothing if the address is not canonical.
     } else if world == cpu.svm.world() {
         cpu.flush_page(address, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(address));
@@ -139,12 +139,12 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Executes SKINIT: raises #UD, because CPUID does not report SKINIT. For the same reason SKINIT is not intercepted.
+/// Executes SKINIT: raises #UD, because CPUID does not report SKINIT. For the same reason it is not intercepted.
 fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-/// Stores in `op` the width of the address in RAX.
+/// Stores in `op` the width of the address in RAX: the address size.
 fn address_in_ax(insn: &Instruction, op: &mut Op, handler: Handler) -> Handler {
     op.address_size = match insn.code() {
         Code::Vmrunw | Code::Vmloadw | Code::Vmsavew | Code::Invlpgaw => 2,

@@ -3,24 +3,24 @@
 //! | file | idea |
 //! |---|---|
 //! | `instructions` | VMRUN, VMLOAD, VMSAVE, STGI, CLGI, INVLPGA, SKINIT |
-//! | `world_switch` | from the hypervisor (L1) to its guest (L2), and back: #VMEXIT |
-//! | `checks` | the states that VMRUN refuses |
-//! | `saved` | the state of a CPU in guest mode, for a client that saves and restores it |
+//! | `world_switch` | the switch from the hypervisor (L1) to its guest (L2), and back by a #VMEXIT |
+//! | `checks` | VMRUN's checks of the guest's state |
+//! | `saved` | saves and restores the state of guest mode, for a client |
 //!
 //! Module `nested` has the state of guest mode and the layout of the control block. Module `intercept` has the events
 //! that cause a #VMEXIT.
 //!
-//! While the guest runs, the hypervisor's registers are kept in this CPU, not in the host save area. The format of that
-//! area is the processor's own (15.5.1). The control area is also kept in this CPU: VMRUN reads it once, as a processor
-//! may do (15.15), and as KVM does.
+//! While the guest runs, this CPU keeps the hypervisor's registers itself, not in the host save area, whose format is
+//! not defined (15.5.1). This CPU also keeps a copy of the control area: VMRUN reads it once, as a processor may do
+//! (15.15), and as KVM does.
 //!
-//! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records which #VMEXIT is
-//! due. The block boundary then stores the #VMEXIT in the control block. If the store has to wait for memory, the block
-//! boundary repeats the store until it succeeds.
+//! A #VMEXIT takes place between two instructions. An instruction that is intercepted is abandoned, and the #VMEXIT
+//! that is due is recorded. At the next block boundary, the CPU stores the #VMEXIT in the control block. If the store
+//! has to wait for memory, the CPU repeats it at the block boundary until it succeeds.
 //!
-//! Translations of the hypervisor and its guests never mix. The TLB has a world for each ASID that CPUID offers, and
+//! Translations of the hypervisor and its guests never mix. The TLB has a *world* for each ASID that CPUID reports, and
 //! keeps the ASID's translations until the hypervisor flushes them. All other ASIDs share one world, and their
-//! translations are not kept.
+//! translations are dropped when they begin to run.
 //!
 //! This CPU does not offer SEV, AVIC, last-branch records, shadow stacks, or the traps after writes to control
 //! registers and EFER, which SEV-ES uses.
@@ -47,13 +47,13 @@ const VM_CR_LOCK: u64 = 1 << 3;
 const VM_CR_KNOWN: u64 = 0x1f;
 
 impl Cpu {
-    /// Whether the CPU is in guest mode, so that it runs a nested guest.
+    /// Whether the CPU is in guest mode: it runs a nested guest.
     pub fn is_in_guest_mode(&self) -> bool {
         self.svm.guest
     }
 
-    /// Whether GIF and RFLAGS.IF allow the CPU to accept interrupts. If the guest's IF is virtual, the hypervisor's IF
-    /// decides.
+    /// Whether GIF and RFLAGS.IF allow the CPU to accept interrupts. With V_INTR_MASKING, the hypervisor's IF decides,
+    /// not the guest's.
     pub fn interrupts_enabled(&self) -> bool {
         let rflags = match self.svm.masks_interrupts() {
             true => self.svm.host.rflags,
@@ -62,30 +62,30 @@ impl Cpu {
         !self.state.events.gif_clear && rflags & flags::IF != 0
     }
 
-    /// Whether an external interrupt causes a #VMEXIT and is not delivered. If so, the interrupt stays pending.
+    /// Whether an external interrupt causes a #VMEXIT instead of being delivered. If so, the interrupt stays pending.
     pub fn exits_on_interrupt(&self) -> bool {
         self.svm.guest && self.svm.control.intercepts(code::INTR)
     }
 
-    /// Makes a #VMEXIT due because of an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt)
-    /// and [`exits_on_interrupt`](Self::exits_on_interrupt) return `true`.
+    /// Makes a #VMEXIT due for an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt) and
+    /// [`exits_on_interrupt`](Self::exits_on_interrupt) return `true`.
     pub fn exit_on_interrupt(&mut self) {
         self.svm.interrupted = true;
         self.slow = true;
     }
 
-    /// If the hypervisor intercepts INIT, makes a #VMEXIT due. Returns whether the hypervisor intercepts INIT.
+    /// Makes a #VMEXIT due if the hypervisor intercepts INIT. Returns whether it does.
     pub fn exit_on_init(&mut self) -> bool {
         self.leaves_for(code::INIT)
     }
 
-    /// If the hypervisor intercepts a shutdown, makes a #VMEXIT due. Returns whether the hypervisor intercepts it.
+    /// Makes a #VMEXIT due if the hypervisor intercepts a shutdown. Returns whether it does.
     pub fn exit_on_shutdown(&mut self) -> bool {
         self.leaves_for(code::SHUTDOWN)
     }
 
-    /// If the hypervisor intercepts the exit code `code`, makes a #VMEXIT due before the next instruction. Returns
-    /// whether the hypervisor intercepts it.
+    /// Makes a #VMEXIT due before the next instruction if the hypervisor intercepts exit code `code`. Returns whether
+    /// it does.
     pub(crate) fn leaves_for(&mut self, code: u64) -> bool {
         let leaves = self.svm.guest && self.svm.control.intercepts(code);
         if leaves {
@@ -98,7 +98,7 @@ impl Cpu {
         leaves
     }
 
-    /// Whether an NMI causes a #VMEXIT now. Neither a shadow nor the blocking of NMIs delays this #VMEXIT.
+    /// Whether a pending NMI causes a #VMEXIT now. Neither a shadow nor blocked NMIs delay such a #VMEXIT.
     pub(crate) fn nmi_leaves_guest(&self) -> bool {
         let events = &self.state.events;
         events.nmis != 0
@@ -107,7 +107,7 @@ impl Cpu {
             && self.svm.control.intercepts(code::NMI)
     }
 
-    /// Whether an NMI is accepted before the next instruction: either delivered, or reported by a #VMEXIT.
+    /// Whether an NMI is accepted before the next instruction: delivered, or reported by a #VMEXIT.
     pub fn takes_nmi(&self) -> bool {
         self.state.events.takes_nmi() || self.nmi_leaves_guest() || self.takes_virtual_nmi()
     }
@@ -120,8 +120,8 @@ impl Cpu {
             && self.takes_virtual_events()
     }
 
-    /// Whether shadows and GIF allow virtual events to be delivered to the guest now. The masks of the single events
-    /// are not checked.
+    /// Whether shadows and GIF allow virtual events to be delivered to the guest now. Does not check the masks of the
+    /// single events.
     fn takes_virtual_events(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
@@ -131,7 +131,7 @@ impl Cpu {
             && (control & GIF_ENABLE == 0 || control & GIF != 0)
     }
 
-    /// Call when a pending NMI has been delivered, or its delivery has failed.
+    /// Call when a pending NMI was delivered, or its delivery has failed. The NMI is then no longer pending.
     pub(crate) fn end_nmi(&mut self) {
         match self.svm.has_virtual_nmis() {
             true => (self.svm.control).set_virtual_interrupt(virtual_interrupt::NMI, 0),
@@ -139,7 +139,7 @@ impl Cpu {
         }
     }
 
-    /// Call when the handler of an NMI begins. `injected` says whether VMRUN has injected the NMI.
+    /// Call when the handler of an NMI begins: blocks further NMIs. `injected` says whether VMRUN has injected the NMI.
     pub(crate) fn block_nmis(&mut self, injected: bool) {
         use virtual_interrupt::NMI_MASK;
         if self.svm.has_virtual_nmis() {
@@ -150,7 +150,7 @@ impl Cpu {
         }
     }
 
-    /// Call for IRET, which ends the handler of an NMI.
+    /// Call for IRET, which ends the handler of an NMI: NMIs are no longer blocked.
     pub(crate) fn unblock_nmis(&mut self) {
         match self.svm.has_virtual_nmis() {
             true => {
@@ -161,7 +161,7 @@ impl Cpu {
         }
     }
 
-    /// Whether an external interrupt causes a #VMEXIT now.
+    /// Whether a pending external interrupt causes a #VMEXIT now. A second call returns `false`.
     pub(crate) fn interrupt_leaves_guest(&mut self) -> bool {
         std::mem::take(&mut self.svm.interrupted)
             && self.exits_on_interrupt()
@@ -188,7 +188,7 @@ impl Cpu {
         (self.svm.control).set_virtual_interrupt(virtual_interrupt::IRQ, 0);
     }
 
-    /// Returns the guest-physical address of the control block; `None` outside guest mode.
+    /// Returns the guest-physical address of the nested guest's control block (VMCB); `None` outside guest mode.
     pub fn vmcb(&self) -> Option<u64> {
         self.svm.guest.then_some(self.svm.vmcb)
     }
@@ -201,7 +201,7 @@ impl Cpu {
 
 impl State {
     /// Returns the value of VM_CR after a write of `value`. `None`: the value is invalid, because it has reserved bits,
-    /// or has SVMDIS while EFER.SVME is set. If VM_CR is locked, SVMDIS and LOCK do not change (15.30.1).
+    /// or sets SVMDIS while EFER.SVME is set. If VM_CR is locked, SVMDIS and LOCK keep their values (15.30.1).
     pub fn written_vm_cr(&self, value: u64) -> Option<u64> {
         let old = self.vm_cr;
         let kept = match old & VM_CR_LOCK {

@@ -1,8 +1,8 @@
-//! The state of guest mode, for a client that saves and restores a CPU: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
+//! Saves and restores the state of guest mode, for a client: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
 //!
-//! The format is KVM's (api document, 4.114): the address of the control block, and a page in the layout of a control
-//! block. The page's control area is that of the running guest. The page's save area has the registers of the
-//! *hypervisor*. The guest's registers are the registers of the CPU.
+//! The format is KVM's (API document, 4.114): the address of the control block, and a page with the layout of a control
+//! block. The page's control area is that of the running nested guest. The page's save area has the registers of the
+//! *hypervisor*. The nested guest's registers are the registers of the CPU.
 
 use super::checks;
 use crate::Cpu;
@@ -12,7 +12,7 @@ use crate::nested::vmcb::{
 };
 use crate::state::{control::*, flags};
 
-/// A control block that no CPU with these features can have in guest mode.
+/// The error for a control block that no CPU with these features can have in guest mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadVmcb;
 
@@ -22,8 +22,8 @@ impl Cpu {
         let mut page = [0; VMCB_BYTES];
         let mut control = self.svm.control.clone();
         if self.svm.injected.is_none() {
-            // slat does not read this field. But in KVM the processor stores the field at an exit, and the guest
-            // continues at its value.
+            // slat does not read nRIP. But in KVM a nested guest continues at the value of this field, which the
+            // processor has stored at an exit.
             control.set_next_rip(self.state.rip);
         }
         page[..CONTROL_BYTES].copy_from_slice(control.bytes());
@@ -33,13 +33,13 @@ impl Cpu {
         page
     }
 
-    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is the address of the
-    /// control block. The guest's registers are those of the CPU.
+    /// Enters guest mode, with a page that [`saved_vmcb`](Self::saved_vmcb) has returned. `address` is the address of
+    /// the control block. The nested guest's registers are those of the CPU.
     ///
     /// # Errors
     /// [`BadVmcb`], as in KVM, in three cases: VMRUN refuses the control area; the hypervisor's registers cannot have
-    /// been saved by VMRUN, because they are not in protected mode, or have EFER.LMA without LME; the guest's CR0.NW is
-    /// set and CR0.CD is clear. (KVM also requires paging.) After an error, nothing has changed.
+    /// been saved by VMRUN, because they are not in protected mode, or have EFER.LMA without LME; the nested guest's
+    /// CR0.NW is set and CR0.CD is clear. (KVM also requires paging.) After an error, nothing has changed.
     pub fn restore_guest_mode(
         &mut self,
         address: u64,

@@ -1,7 +1,7 @@
 //! The switch from the hypervisor to its guest, and back.
 //!
-//! In both directions, the switch first reads and writes guest memory, and then changes registers. So it can be
-//! abandoned at any memory access and start again.
+//! In both directions, the CPU first reads and writes guest memory, and only then changes registers. So it can abandon
+//! the switch at any memory access, and start it again.
 
 use crate::Cpu;
 use crate::machine::{Exit, GuestFlush};
@@ -15,7 +15,8 @@ use crate::state::{control::*, flags};
 use crate::watch::DR6_BS;
 
 impl Cpu {
-    /// Reads the control area and the save area of the control block at `vmcb`. `None`: the block is not in memory.
+    /// Reads the control area and the save area of the control block at `vmcb`. `None`: the control block is not in
+    /// memory.
     pub(super) fn read_vmcb(&mut self, vmcb: u64) -> Result<Option<(Control, Save)>, Break> {
         let (mut control, mut save) = ([0; CONTROL_BYTES], [0; SAVE_BYTES]);
         let is_memory = self.read_physical(vmcb, &mut control)?
@@ -23,8 +24,8 @@ impl Cpu {
         Ok(is_memory.then(|| (Control::new(control), Save(save))))
     }
 
-    /// Executes VMRUN with the control block at `vmcb`, which must be in memory. Enters the guest, or stores the reason
-    /// of a failure in the control block.
+    /// Executes VMRUN with the control block at `vmcb`, which is in memory. Enters the guest or, if VMRUN fails, stores
+    /// the reason in the control block.
     pub(super) fn enter_guest(
         &mut self,
         op: &Op,
@@ -76,13 +77,13 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = false;
         events.debug = 0;
-        // RFLAGS now belongs to the guest, so TF does not cause a single-step trap of VMRUN here.
+        // RFLAGS now belongs to the guest, so its TF causes no single-step trap of VMRUN.
         self.watch.steps = false;
         Ok(Break::Jump)
     }
 
-    /// Whether the MSR permission map is in memory, or not used. A processor notices a missing map at the first access
-    /// to an MSR. As in KVM, VMRUN fails.
+    /// Whether the MSR permission map is in memory, or is not used. Without the map, VMRUN fails, as in KVM; a
+    /// processor notices only at the first access to an MSR.
     fn has_msr_map(&mut self, control: &Control) -> Result<bool, Break> {
         if !control.intercepts(code::MSR) {
             return Ok(true);
@@ -92,8 +93,8 @@ impl Cpu {
         Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
     }
 
-    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. If the guest has PAE paging without
-    /// nested paging, reads them from memory. With nested paging each page walk reads them (15.25.10). `None`: an entry
+    /// Returns the PDPTEs of a guest that VMRUN enters. If the guest has PAE paging without nested paging, reads them
+    /// from memory; with nested paging, each page walk reads them (15.25.10). `None`: they are not in memory, or one
     /// has reserved bits set.
     fn guest_pdptes(
         &mut self,
@@ -106,7 +107,7 @@ impl Cpu {
         }
     }
 
-    /// Reads page-directory-pointer entries. `None`: they are not in memory, or not valid.
+    /// Reads PDPTEs. `None`: they are not in memory, or one is not valid.
     fn pdptes_if_valid(&mut self, cr3: u64) -> Result<Option<[u64; 4]>, Break> {
         match self.read_pdptes(cr3) {
             Ok(pdptes) => Ok(Some(pdptes)),
@@ -115,7 +116,7 @@ impl Cpu {
         }
     }
 
-    /// Loads the registers of the other world. The TLB may still have translations of this world.
+    /// Loads the registers of the world that begins to run. The TLB may still have its translations.
     fn load_world(&mut self, registers: &Registers) {
         registers.load(&mut self.state);
         self.adopt_flags();
@@ -124,8 +125,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that TLB_CONTROL names, as VMRUN does (15.16.2). The machine does not know ASIDs. Its
-    /// nested translations are those of the last ASID.
+    /// Drops the translations that TLB_CONTROL selects, as VMRUN does (15.16.2). The machine does not know ASIDs: it
+    /// has the nested translations of the last ASID only.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
@@ -135,14 +136,14 @@ impl Cpu {
             NOTHING if keeps(asid) && asid == last => return,
             NOTHING if keeps(asid) => {}
             ALL => self.flush_other(),
-            // `flush_world` also drops global translations, although not all of these cases require that.
+            // `flush_world` also drops global translations, which not all of these cases require.
             _ => self.flush_world(),
         }
         self.tell_flush(GuestFlush::Nested);
     }
 
     /// Carries out the #VMEXIT that is due. If the control block is not in memory, the hypervisor's state is lost, and
-    /// this function returns an exit that ends the run. If memory is only temporarily unavailable, the #VMEXIT stays
+    /// this function returns an exit that ends the run. If the access to memory has to be repeated, the #VMEXIT stays
     /// due.
     pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
         match self.try_exit_guest() {
@@ -170,7 +171,7 @@ impl Cpu {
             false => Some([0; 4]),
         };
         let is_stored = self.store_exit(&exit)?;
-        // No step after this point can fail.
+        // From here on, no step can fail.
         self.end_guest(pdptes.unwrap_or_default());
         match is_stored && pdptes.is_some() {
             true => Ok(()),
@@ -178,7 +179,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the event that was to be delivered to the guest next, which the #VMEXIT now reports to the hypervisor.
+    /// Returns the event that was to be delivered to the guest next. The #VMEXIT reports it to the hypervisor instead.
     fn pending_event(&self) -> Option<Event> {
         use crate::source::Source;
         let events = &self.state.events;
@@ -191,7 +192,8 @@ impl Cpu {
                 .map(|vector| Event::new(vector, None, Source::Interrupt)))
     }
 
-    /// Stores the guest's registers and `exit` in the control block. Returns `false` if the block is not in memory.
+    /// Stores the guest's registers and `exit` in the control block. Returns `false` if the control block is not in
+    /// memory.
     fn store_exit(&mut self, exit: &VmExit) -> Result<bool, Break> {
         self.flags();
         let mut save = Save([0; SAVE_BYTES]);
@@ -200,7 +202,7 @@ impl Cpu {
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         self.svm.control.put_exit(exit, shadow);
         if self.svm.has_virtual_nmis() && self.svm.delivers_nmi() {
-            // EXITINTINFO reports the NMI, so it is no longer pending.
+            // EXITINTINFO reports the NMI, so it is no longer pending in this CPU.
             self.end_nmi();
         }
         let control = *self.svm.control.bytes();
@@ -221,7 +223,7 @@ impl Cpu {
                 || self.write_physical(at, &[(G_PAT, save.0.as_slice())])?))
     }
 
-    /// Loads the hypervisor's registers into the CPU, which leaves guest mode.
+    /// Leaves guest mode: loads the hypervisor's registers into the CPU.
     pub(super) fn end_guest(&mut self, pdptes: [u64; 4]) {
         self.leave_world();
         let mut host = self.svm.host;
@@ -245,14 +247,15 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = true;
         self.watch.steps = false;
-        // By 15.6, protected mode is enabled and all breakpoints are disabled. CR2 and DR6 keep the guest's values.
+        // Section 15.6: protected mode is enabled, and all breakpoints are disabled. CR2 and DR6 keep the guest's
+        // values.
         host.cr0 |= CR0_PE;
         host.rflags &= !flags::VM;
         host.dr7 = 0x400;
         (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
         self.state.pdptes = pdptes;
         self.load_world(&host);
-        // VMRUN is complete now. If the hypervisor's TF is set, VMRUN causes a single-step trap.
+        // VMRUN is complete now. If the hypervisor's TF is set, it causes a single-step trap after VMRUN.
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }

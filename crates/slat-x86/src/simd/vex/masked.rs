@@ -1,6 +1,6 @@
-//! Accesses to those elements that a vector mask selects: VMASKMOVPS and similar instructions, and gathers.
+//! Accesses to the elements of memory that a mask selects: VMASKMOVPS and similar instructions, and gathers.
 //!
-//! An element is selected by the sign bit of its mask element. The memory of other elements is not accessed.
+//! An element is selected if the sign bit of its mask element is set. The memory of other elements is not accessed.
 
 use super::host::Ymm;
 use super::is_wide;
@@ -9,7 +9,7 @@ use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
 use iced_x86::Instruction;
 
-/// The index in [`Op::r`] of the vector that holds the indices of a gather.
+/// The element of [`Op::r`] with the register of a gather's indices.
 const INDICES: usize = 3;
 
 pub(super) const ROWS: &[Row] = rows! { |insn, op|
@@ -30,7 +30,7 @@ fn masked<T: Int>(insn: &Instruction, op: &mut Op) -> Handler {
 }
 
 fn gathering(insn: &Instruction, op: &mut Op, handler: Handler) -> Handler {
-    // The size in bytes of the larger of the two vectors: the indices and the result.
+    // The size in bytes of the wider of two vectors: the indices or the result.
     op.aux = match is_wide(insn) || insn.memory_index().is_ymm() {
         true => 32,
         false => 16,
@@ -53,7 +53,7 @@ fn set_element<T: Int>(v: &mut Ymm, n: usize, value: T) {
     *half = *half & !ones | u128::from(value.zx()) << (bit % 128);
 }
 
-/// Returns the linear address of element `n` of the memory operand, if the mask selects this element.
+/// Returns the linear address of element `n` of the memory operand. `None`: the mask does not select it.
 fn selected<T: Int>(cpu: &mut Cpu, op: &Op, mask: &Ymm, n: usize) -> Result<Option<u64>, Break> {
     if !element::<T>(mask, n).top() {
         return Ok(None);
@@ -101,7 +101,7 @@ fn masked_store<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns a mask in which each bit is the sign bit of the bit's element. So each element is all ones or all zeros.
+/// Returns a mask in which all bits of an element are equal to its sign bit in `mask`.
 fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     let mut whole = Ymm::default();
     for n in 0..elements {
@@ -116,8 +116,8 @@ fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
 }
 
 /// Executes a gather: loads elements of type `T`, whose addresses are a base plus indices of type `I`. When an element
-/// is loaded, clears its element of the mask. So if a later element causes an exception, the elements before it stay
-/// loaded, and the instruction continues with the later element when it is executed again.
+/// is loaded, clears its element of the mask. So if a later element causes an exception, the elements loaded before
+/// stay loaded, and the instruction, executed again, continues with the later element.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = u64::from(op.aux);
     let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
@@ -144,13 +144,13 @@ fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.set_ymm(op.r[2], Ymm::default());
         }
         Err(Break::Exception) => {
-            // As on Intel's CPUs, the destination is not written if no element was loaded.
+            // As on Intel's CPUs, write the destination only if an element was loaded.
             if loaded {
                 cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
             }
             cpu.set_ymm(op.r[2], mask);
         }
-        // The instruction will be executed again, and will then repeat the same reads in the same order.
+        // The instruction will be executed again, and repeat all its reads in the same order.
         Err(_) => {}
     }
     done

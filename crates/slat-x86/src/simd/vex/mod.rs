@@ -1,9 +1,9 @@
-//! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
+//! The VEX-encoded vector instructions: AVX, AVX2, FMA and F16C.
 //!
 //! The host executes the instructions, as in [`simd`](super): `table` has their stubs, and `host` calls them. Operand
 //! `k` of an instruction is passed in vector register `k` of the stub, whether the operand is a register, memory or a
 //! mask. So a handler depends only on the number of sources (`operate`). `moves` has the instructions without a stub.
-//! `masked` has the accesses to selected elements of memory.
+//! `masked` has accesses to selected elements of memory.
 //!
 //! Each of these instructions clears the bits of its destination, up to bit 255, that are not part of its result.
 //! Memory operands need no alignment, except for those of a few moves.
@@ -32,14 +32,14 @@ pub(super) const ROWS: [&[Row]; 5] = [
     operate::STRINGS,
 ];
 
-/// Stores the size of the memory operand in `op`.
+/// Stores in `op` the size of the memory operand.
 pub(super) fn set_size(insn: &Instruction, op: &mut Op) {
     if op.r.contains(&MEM) {
         op.size = insn.memory_size().size().trailing_zeros() as u8;
     }
 }
 
-/// Whether an instruction has an operand of 256 bits.
+/// Whether an instruction has a 256-bit operand.
 fn is_wide(insn: &Instruction) -> bool {
     let is_ymm = |k| insn.op_register(k).is_ymm();
     insn.memory_size().size() == 32 || (0..insn.op_count()).any(is_ymm)
@@ -97,7 +97,7 @@ fn store32(cpu: &mut Cpu, lin: u64, v: Ymm) -> Flow {
     cpu.store_bytes(lin, &bytes)
 }
 
-/// Reads the memory operand, of size `op.size`, and zero-extends it.
+/// Reads the memory operand of size `op.size`, zero-extended.
 #[inline(always)]
 fn load(cpu: &mut Cpu, op: &Op) -> Result<Ymm, Break> {
     let low = match op.size {
@@ -114,7 +114,7 @@ fn load(cpu: &mut Cpu, op: &Op) -> Result<Ymm, Break> {
     Ok([low, 0])
 }
 
-/// Writes the memory operand, of size `op.size`.
+/// Writes the memory operand of size `op.size`.
 #[inline(always)]
 fn store(cpu: &mut Cpu, op: &Op, v: Ymm) -> Flow {
     match op.size {

@@ -1,4 +1,4 @@
-//! Moves, insertions and extractions of one element, and the control of the upper halves.
+//! VEX-encoded moves, insertions and extractions of one element, VZEROUPPER and VZEROALL.
 
 use super::host::Ymm;
 use super::{is_wide, load32, store32};
@@ -13,7 +13,8 @@ use crate::simd::moves::{
 };
 use iced_x86::{Code, Instruction};
 
-/// Makes the VEX form of a handler without VEX. The VEX form also clears the upper half of the destination.
+/// Makes a handler of a VEX-encoded instruction from the handler without VEX: also clears the upper half of the
+/// destination.
 macro_rules! clearing {
     ($legacy:expr) => {
         |cpu: &mut Cpu, op: &Op| {
@@ -80,7 +81,7 @@ fn whole_ymm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the address of a memory operand of 32 bytes. If `ALIGNED`, raises #GP if the address is not aligned.
+/// Returns the linear address of a 32-byte memory operand. If `ALIGNED`, raises #GP unless it is a multiple of 32.
 fn address32<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Result<u64, crate::op::Break> {
     let lin = cpu.lin(op, 32)?;
     match ALIGNED && lin & 31 != 0 {
@@ -101,7 +102,7 @@ fn store_ymm<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     store32(cpu, lin, cpu.ymm(op.r[1]))
 }
 
-/// Copies the second operand to the destination, with the low element of the last operand.
+/// Makes the result from the second operand, with its low element replaced by that of the last operand.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let ([a, _], [b, _]) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));
@@ -109,7 +110,7 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Copies the second operand to the destination, with the quadword at bit `AT` loaded from memory.
+/// Makes the result from the second operand, with the quadword at bit `AT` replaced by one from memory.
 fn load_half<const AT: u32>(cpu: &mut Cpu, op: &Op) -> Flow {
     let half = u128::from(cpu.load_mem::<u64>(op)?) << AT;
     let [other, _] = cpu.ymm(op.r[1]);
@@ -128,7 +129,7 @@ fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the number of vector registers in the current mode.
+/// Returns the number of vector registers that the current mode has.
 fn registers(cpu: &Cpu) -> usize {
     if cpu.is_64() { 16 } else { 8 }
 }

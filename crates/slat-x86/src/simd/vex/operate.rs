@@ -38,8 +38,8 @@ pub(super) const WITH_GPR: &[Row] = rows! { |insn, op|
     },
 };
 
-/// The rows of string comparisons. They use the stubs without VEX. The VEX form also clears the upper half of the
-/// mask's register.
+/// The rows of string comparisons. They use the stubs without VEX. The handlers also clear the upper half of the
+/// register that gets a mask.
 pub(super) const STRINGS: &[Row] = rows! { |insn, op|
     Vpcmpestri => comparison(op, M::Pcmpestri, strings::<0, true>, strings::<UNALIGNED, true>)?,
     Vpcmpestri64 => comparison(op, M::Pcmpestri64, strings::<0, true>, strings::<UNALIGNED, true>)?,
@@ -49,7 +49,8 @@ pub(super) const STRINGS: &[Row] = rows! { |insn, op|
     Vpcmpistrm => comparison(op, M::Pcmpistrm, string_mask::<0>, string_mask::<UNALIGNED>)?,
 };
 
-/// Chooses the handler of a string comparison. `registers` is for a register as the second operand, `load` for memory.
+/// Chooses the handler of a string comparison: `registers` if the second operand is a register, `load` if it is in
+/// memory.
 fn comparison(op: &mut Op, without_vex: M, registers: Handler, load: Handler) -> Option<Handler> {
     op.aux = op.imm as u8;
     op.imm = legacy::string(without_vex)? as usize as u64;
@@ -66,10 +67,11 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     } = find(insn, is_wide(insn))?;
     op.imm = stub as usize as u64;
     if op.mnemonic == M::Vinsertps && op.r[2] == MEM {
-        // If the source element is in memory, the immediate's bits that select a source element have no effect.
+        // If the source of VINSERTPS is in memory, the bits of the immediate that select a source element have no
+        // effect.
         op.aux &= 0x3f;
     }
-    // FMA instructions also read their destination.
+    // FMA instructions also read their destination operand.
     let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
     Some(match (kind, accumulates, sources) {
         (Kind::Int, _, 1) if by_constant => shift_by_constant,
@@ -89,7 +91,7 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 pub(super) struct Found {
     pub(super) kind: Kind,
     pub(super) stub: Stub,
-    /// Whether the stub shifts by a count in a register, and the instruction by an immediate. Then the handler copies
+    /// Whether the instruction shifts by an immediate, but its stub by a count in a register. The handler then copies
     /// the immediate to this register.
     pub(super) by_constant: bool,
     /// The number of the last operand that is not an immediate.
@@ -119,8 +121,8 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores operands `FIRST` to `LAST` in `work`. They are vectors, one of which may be in memory. This function changes
-/// `work` in place, because returning `work` would take longer than most instructions.
+/// Stores operands `FIRST` to `LAST`, which are vectors, in `work`. One of them may be in memory. `work` is changed in
+/// place, because returning it would take longer than most instructions.
 #[inline(always)]
 fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
     work.imm = op.aux;
@@ -133,7 +135,7 @@ fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &m
     Ok(())
 }
 
-/// Calls the stub. Returns the arithmetic flags that it has set.
+/// Calls the stub. Returns the arithmetic flags that the instruction has set.
 #[inline(always)]
 fn call<const FLOAT: bool>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Ok(match FLOAT {

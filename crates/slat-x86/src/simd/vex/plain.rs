@@ -22,8 +22,8 @@ pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
         Kind::Float(_) => true,
         _ => return None,
     };
-    // Whether the upper half of the result is computed from the upper halves of the sources in the same way as the
-    // lower half, with the same bits of the immediate.
+    // Whether the upper half of the result is computed like the lower half: from the upper halves of the sources, with
+    // the same bits of the immediate.
     let is_uniform = table::is_by_halves(mnemonic)
         && !(immediate
             && matches!(

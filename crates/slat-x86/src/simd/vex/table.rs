@@ -1,5 +1,5 @@
-//! The host's instruction for each VEX-encoded mnemonic that is not in [`pairs`]. The name of a group says which
-//! registers its stubs use.
+//! The stubs of VEX-encoded instructions that are not in [`pairs`]: the host's instruction for each mnemonic. The name
+//! of a group says which registers its stubs use.
 
 use core::arch::naked_asm;
 
@@ -36,19 +36,19 @@ macro_rules! table {
     };
 }
 
-/// Returns the stub of an instruction without an immediate, whose operands are all vectors or memory. If `wide`,
-/// returns the stub of the form of 256 bits.
+/// Returns the stub of an instruction without an immediate, whose operands are all vectors or memory; if `wide`, the
+/// stub for 256 bits.
 pub(super) fn plain(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, false).or_else(|| vex_only(mnemonic, wide))
 }
 
-/// Like [`plain`], for an instruction with an immediate as its last operand.
+/// Like [`plain`], but for an instruction with an immediate as its last operand.
 pub(super) fn immediate(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, true).or_else(|| vex_only_immediate(mnemonic, wide))
 }
 
-/// Whether an instruction of 256 bits computes each half of its result from the same halves of its operands, like an
-/// instruction of 128 bits. The two halves may use different bits of the immediate.
+/// Whether the 256-bit form of an instruction computes each half of its result from the same halves of its operands,
+/// like the 128-bit form. The two halves may use different bits of the immediate.
 #[cfg(feature = "jit")]
 pub(super) fn is_by_halves(mnemonic: M) -> bool {
     pairs::is_by_halves(mnemonic) || plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)
