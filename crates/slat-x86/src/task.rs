@@ -2,14 +2,14 @@
 //!
 //! A switch has a commit point. A fault before the commit point is raised in the old task, and the switch has had no
 //! effect. A fault after the commit point is raised in the new task, before its first instruction
-//! ([`Break::TaskFault`]). A switch that is abandoned for another reason (a retry, an exit) starts again from the
-//! beginning. Therefore the steps that can be abandoned come first:
+//! ([`Break::TaskFault`]). If the switch is abandoned for another reason (a retry, an exit), all of it is done again.
+//! So the steps that can be abandoned come first:
 //!
-//! 1. In the old task's address space: check both TSSs, and check that the later writes will succeed.
+//! 1. In the old task's address space: check both TSSs, and check that the writes of step 3 will succeed.
 //! 2. In the new task's address space: load the segment registers and push the error code. This step uses a copy of the
 //!    CPU's state.
-//! 3. In the old task's address space again: write the TSSs and their descriptors. The busy flag of the new task is
-//!    last. If the switch starts again, each of these writes is repeated, which does no harm.
+//! 3. In the old task's address space again: write the TSSs and their descriptors, last of all the busy flag of the new
+//!    task. If the switch is done again, these writes are repeated, which does no harm.
 //! 4. Copy the new state to the CPU.
 
 use crate::op::{Break, Flow};
@@ -20,7 +20,7 @@ use crate::tss::{Format, Image, Registers};
 use crate::watch::DR6_BT;
 use crate::{Cpu, vector};
 
-/// The flags that a TSS may set.
+/// The flags of RFLAGS that a switch loads from the TSS.
 const LOADED_FLAGS: u64 = flags::ARITHMETIC
     | flags::TF
     | flags::IF
@@ -33,12 +33,12 @@ const LOADED_FLAGS: u64 = flags::ARITHMETIC
     | flags::VIF
     | flags::VIP
     | flags::ID;
-/// The bits L0 to L3 and LE of DR7, which every task switch clears.
+/// The bits L0 to L3 and LE of DR7. Every task switch clears them.
 const DR7_LOCAL: u64 = 0x155;
-/// The busy flag in the access byte of a TSS descriptor.
+/// The busy bit in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
 
-/// The origin of a task switch.
+/// What has caused a task switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
     /// A far JMP.
@@ -57,13 +57,13 @@ pub(crate) enum Initiator {
 }
 
 impl Initiator {
-    /// Whether the new task is linked to the old task. If so, the old task stays busy.
+    /// Whether the new task is nested in the old task: it gets a link to the old task, which stays busy.
     fn nests(self) -> bool {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
 
-    /// Returns EXITINFO2 of an intercepted switch (AMD64 volume 2, 15.14.1): bits for IRET, for a jump,
-    /// and for an error code.
+    /// Returns EXITINFO2 for a switch that the hypervisor intercepts (AMD64 volume 2, 15.14.1): bits for IRET, for a
+    /// jump, and for an error code.
     fn exit_info(self) -> u64 {
         match self {
             Initiator::Call => 0,
@@ -84,11 +84,11 @@ impl Initiator {
 
 /// The task that a switch will enter.
 struct Task {
-    /// The segment that TR will have.
+    /// The segment that TR will hold.
     segment: Segment,
     format: Format,
     image: Image,
-    /// The page-directory-pointer entries at the task's CR3, if the switch loads them for PAE paging.
+    /// The PDPTEs at the task's CR3, if the switch loads them for PAE paging.
     pdptes: Option<[u64; 4]>,
 }
 
@@ -113,8 +113,8 @@ impl Cpu {
         self.switch_by_instruction(tss, initiator, next_rip)
     }
 
-    /// Executes IRET with NT set: returns to the task in the link field of the current TSS. Returns [`Break::Jump`] on
-    /// success.
+    /// Executes IRET with NT set: returns to the task that the link field of the current TSS selects. Returns
+    /// [`Break::Jump`] on success.
     pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
         let link = self.state.tr.base;
         match self.as_system(|cpu| cpu.load::<u16>(link)) {
@@ -127,8 +127,8 @@ impl Cpu {
         let flags = self.flags();
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
-                // The single step of the old task is saved as TF in the old task's TSS. The single step of a debugger
-                // is not saved there, so it stays.
+                // The guest's single step belongs to the old task, and is saved as TF in its TSS. The single step of a
+                // debugger outside the guest stays.
                 self.watch.steps = self.requests.debugger.single_step;
                 Break::Jump
             }
@@ -136,7 +136,7 @@ impl Cpu {
         }
     }
 
-    /// Switches to the task of a TSS selector. The old task will continue at `return_rip` with `flags`.
+    /// Switches to the task of TSS selector `tss`. In the old task, `return_rip` and `flags` are saved.
     pub(crate) fn switch_task(
         &mut self,
         tss: u16,
@@ -170,7 +170,7 @@ impl Cpu {
         entered
     }
 
-    /// Finds and reads the TSS of the task that will be entered.
+    /// Finds the TSS of the new task, checks it, and reads it.
     fn find_task(&mut self, tss: u16, initiator: Initiator) -> Result<Task, Break> {
         let error = Some(u32::from(tss & !3) | initiator.external(self.is_intel()));
         let returns = initiator == Initiator::Return;
@@ -199,7 +199,7 @@ impl Cpu {
         if self.state.cr0 & control::CR0_PG == 0 {
             image.cr3 = None;
         }
-        // If the switch changes CR3, it also loads these entries (SDM volume 3, "PDPTE Registers").
+        // If the switch changes CR3, it also loads the PDPTEs (SDM volume 3, "PDPTE Registers").
         let pdptes = match image.cr3.map(u64::from) {
             Some(cr3) if self.pae_paging() && cr3 != self.state.cr3 => Some(self.load_pdptes(cr3)?),
             _ => None,
@@ -212,7 +212,7 @@ impl Cpu {
         })
     }
 
-    /// Returns the registers that will be saved in the old task's TSS.
+    /// Returns the registers to save in the old task's TSS.
     fn registers(&self, return_rip: u64, flags: u64, initiator: Initiator) -> Registers {
         let State {
             gpr,
@@ -247,8 +247,8 @@ impl Cpu {
         (format, at & 0xffff_ffff)
     }
 
-    /// Checks the writes of [`write_tasks`](Self::write_tasks). If one of them would fail, raises its fault, before the
-    /// commit point.
+    /// Checks, before the commit point, that the writes of [`write_tasks`](Self::write_tasks) will succeed. If not,
+    /// raises the fault.
     fn check_writes(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let tr = self.state.tr;
         let (format, registers) = self.current_tss();
@@ -273,7 +273,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Saves the old task, links the new task to it, and changes the busy flags.
+    /// Saves the registers of the old task in its TSS, links the new task to it, and changes the busy bits.
     fn write_tasks(&mut self, task: &Task, saved: &Registers, initiator: Initiator) -> Flow {
         let old = self.state.tr.selector;
         let (format, registers) = self.current_tss();
@@ -293,7 +293,7 @@ impl Cpu {
         }
         let new = task.segment.selector;
         match self.change_descriptor(new, |access| access | BUSY)? {
-            // Another CPU has entered the task since this CPU found it available.
+            // Another CPU has entered the task since this CPU found it not busy.
             Some(access) if access & BUSY != 0 => {
                 let error = u32::from(new & !3) | initiator.external(self.is_intel());
                 Err(self.raise(vector::GP, Some(error)))
@@ -302,8 +302,8 @@ impl Cpu {
         }
     }
 
-    /// Loads the new task into `state`. If this raises a fault in the new task, `state` is still that of the new task,
-    /// and segments that were not loaded are unusable.
+    /// Loads the new task into the CPU's state. If this raises a fault in the new task, the state is already that of
+    /// the new task, and segments that were not loaded are unusable.
     fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let Image { registers, ldt, .. } = task.image;
         let nested = if initiator.nests() { flags::NT } else { 0 };
@@ -363,7 +363,7 @@ impl Cpu {
     fn load_ldt(&mut self, selector: u16) -> Flow {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
-            // In a task switch, #TS is raised even for an LDT that is not present.
+            // A task switch raises #TS, not #NP, even for an LDT that is not present.
             if loaded == Err(Break::Exception) && self.raised.exception.vector == vector::NP {
                 self.raised.exception.vector = vector::TS;
             }
@@ -383,8 +383,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Converts an exception of a segment check to the exception that the same check raises in a task switch: #GP
-    /// becomes #TS, and the error code gets the EXT bit.
+    /// Converts an exception of a segment check to the exception that the check raises in a task switch: #GP becomes
+    /// #TS, and the error code gets the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.raised.exception;
         if checked == Err(Break::Exception) {
@@ -399,7 +399,7 @@ impl Cpu {
     }
 }
 
-/// Returns a segment register that has a selector but is unusable.
+/// Returns a segment register that has this selector but is unusable.
 fn unusable(selector: u16, dpl: u32) -> Segment {
     Segment {
         selector,

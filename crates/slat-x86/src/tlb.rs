@@ -1,20 +1,20 @@
 //! The software TLB: host addresses of guest pages, in two levels.
 //!
-//! The first level is direct-mapped, and holds translations of the current address space and global translations.
-//! Compiled code looks up translations there without a call. The first level is small, and each change of address space
-//! empties it, except for global pages. The second level (`stlb`) is larger, and keeps translations of several address
-//! spaces (PCIDs). So a miss in the first level costs little if the second level has the page.
+//! The first level is direct-mapped, and has translations of the current address space and global translations.
+//! Compiled code looks translations up in it without a call. The first level is small, and each change of address space
+//! drops its translations, except global ones. The second level (`stlb`) is larger, and keeps translations of several
+//! address spaces (PCIDs). So a miss of the first level costs little if the second level has the page.
 //!
 //! The following events drop translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
 //! | event | first level | second level |
 //! |---|---|---|
-//! | MOV to CR3 | all but global pages | the new PCID's without global pages; none if bit 63 is set |
+//! | MOV to CR3 | all but global pages | those of the new PCID but global pages; none if bit 63 is set |
 //! | INVLPG, a page fault | the page | the page, of the current PCID and global |
-//! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
+//! | INVPCID type 0, 1 | for the current PCID: the page; all but global pages | those of the PCID but global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
-//! | change of world (hypervisor, its guest) | all | by TLB_CONTROL; the new world's if CR0, CR4, EFER changed |
+//! | change of world (hypervisor, its guest) | all | as TLB_CONTROL says; if CR0, CR4, EFER changed, its own |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use only the second level. They are rare, because blocks keep their host page until the next flush
@@ -22,11 +22,12 @@
 //!
 //! The first level has one table for each kind of data access: supervisor accesses; user accesses; supervisor accesses
 //! with RFLAGS.AC set (SMAP); and user accesses with alignment checks, whose table is always empty. Each entry has a
-//! tag for reads and a tag for writes. An access uses the entry for the page of its first byte. It hits if the tag is
-//! that of the page of its *last* byte. So one comparison also detects an access that crosses into the next page.
+//! tag for reads and a tag for writes. The page of an access's first byte selects the entry. The access hits if the
+//! entry has the tag of the page of its *last* byte. So one comparison also detects an access that crosses into the
+//! next page.
 //!
 //! If a page has decoded code (`code_pages`), its entry has a third tag instead of the tag for writes. A store to the
-//! page then needs no translation, but a check.
+//! page then misses, but the slow path finds the translation in the entry, and records the store.
 
 mod stlb;
 
@@ -45,12 +46,12 @@ pub(crate) const SUPERVISOR: usize = 0;
 pub(crate) const USER: usize = ENTRIES;
 /// The index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
-/// The index of the first entry of the table for user accesses that must be aligned. This table is always empty: see
-/// `mem::alignment`.
+/// The index of the first entry of the table for user accesses whose alignment is checked. This table is always empty:
+/// see `mem::alignment`.
 pub(crate) const USER_CHECKED: usize = 3 * ENTRIES;
 
-/// The tag of an empty entry. No page has this tag, because a page's tag is the address of its last byte. So a TLB of
-/// zeroes is empty.
+/// The tag of an empty entry. No page has it: a page's tag is the address of its last byte. So a TLB of zeroes is
+/// empty.
 const EMPTY: u64 = 0;
 
 /// Returns the tag of the page of `lin`.
@@ -66,20 +67,20 @@ pub(crate) struct Entry {
     write: u64,
     /// The host address of the page minus the page's linear address.
     addend: u64,
-    /// A tag and two flags. If the page holds decoded code and may be written, the tag is the page's address and the
-    /// flag [`CODE`] is set. The other flag is [`GLOBAL`].
+    /// A page address and two flags. If the page holds decoded code and may be written, the flag [`CODE`] is set, and
+    /// the address is the page's. The other flag is [`GLOBAL`].
     note: u64,
 }
 
-/// The flag in an entry's `note`: the page may be written, but each store needs a check.
+/// A flag in `note`: the page may be written, but each store must be recorded.
 const CODE: u64 = 1 << 0;
 /// The flag in an entry's `note`: the translation is global.
 const GLOBAL: u64 = 1 << 1;
 
-/// The shift that turns an entry's index into the entry's offset from the table's address.
+/// The logarithm of the size of an entry in bytes.
 #[cfg(feature = "jit")]
 pub(crate) const ENTRY_BITS: u32 = size_of::<Entry>().trailing_zeros();
-/// The offsets of fields in an entry.
+/// The offsets of an entry's fields.
 #[cfg(feature = "jit")]
 pub(crate) const READ: usize = std::mem::offset_of!(Entry, read);
 #[cfg(feature = "jit")]
@@ -98,14 +99,15 @@ impl Entry {
         self.note & GLOBAL != 0
     }
 
-    /// Returns the host address of the page.
+    /// Returns the host address of the page. Call only for an entry that has a tag for writes.
     fn host(&self) -> usize {
-        // This is correct because the function is called only for entries whose tag for writes is not empty.
+        // The page's linear address is known from the tag for writes, which is not empty here.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
 }
 
-/// A Bloom filter, with one hash, of the numbers of the regions that have had entries since the last flush.
+/// A Bloom filter, with one hash, of region numbers: of the regions (2 MiB or 1 GiB) that have had entries since the
+/// last flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -131,22 +133,22 @@ impl Filter {
     }
 }
 
-/// The number of address bits within the smallest large page, of 2 MiB. (A page of 4 MiB counts as two.)
+/// The number of address bits within a large page of 2 MiB, the smallest one. (A page of 4 MiB counts as two.)
 const LARGE_BITS: u32 = 21;
 /// The number of address bits within a page of 1 GiB.
 const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    /// The indices of the entries that were filled since the last flush, or that the last flush has kept. With this
-    /// list, a flush visits only these entries.
+    /// The indices of the entries that were filled since the last flush, or that the last flush has kept: a flush
+    /// visits only these entries.
     filled: [u16; 1024],
     fills: usize,
     second: Stlb,
-    /// Whether any page with an entry is part of a larger page of the guest.
+    /// Whether the page of any entry is part of a large page of the guest.
     large_filled: bool,
-    /// The regions of 2 MiB that have an entry for a part of a larger page. The next field is the same for regions of 1
-    /// GiB.
+    /// The regions of 2 MiB in which an entry's page is part of a large page of the guest. The next field has such
+    /// regions of 1 GiB.
     large: Filter,
     huge: Filter,
 }
@@ -157,7 +159,7 @@ unsafe impl Zeroed for Tlb {}
 impl Tlb {
     #[inline(always)]
     fn index(table: usize, lin: u64) -> usize {
-        // The mask tells the compiler that the index is within the array.
+        // The mask at the end lets the compiler see that the index is within the array.
         (table | (lin >> 12) as usize & (ENTRIES - 1)) & (TABLES * ENTRIES - 1)
     }
 
@@ -183,21 +185,21 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the host address of the byte at `lin` if it may be written and the page held decoded code when its entry
-    /// was made.
+    /// Returns the host address of the byte at `lin` if the page may be written, but stores must be recorded because it
+    /// held decoded code when its entry was made.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
         (entry.note & !GLOBAL == lin & !0xfff | CODE)
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the second level's translation of the page of `lin`, if there is one and it allows `access`.
+    /// Returns the translation of the page of `lin` in the second level, if it has one that allows `access`.
     #[inline(always)]
     pub(crate) fn second(&self, table: usize, lin: u64, access: Access) -> Option<HostPage> {
         self.second.find((table / ENTRIES) as u64, lin, access)
     }
 
-    /// Enters a translation that the machine has just made for `access` into the second level.
+    /// Enters a translation into the second level. The machine has just made it for `access`.
     pub(crate) fn enter(&mut self, table: usize, lin: u64, page: &HostPage, access: Access) {
         self.note_size(lin, page.bits);
         self.second
@@ -225,8 +227,7 @@ impl Tlb {
         self.fills += 1;
     }
 
-    /// Records that the page of `lin`, which has an entry now, is part of a larger page of the guest with 2^`bits`
-    /// bytes.
+    /// Records that the page of `lin`, which has an entry now, is part of a page of the guest with 2^`bits` bytes.
     #[inline]
     fn note_size(&mut self, lin: u64, bits: u32) {
         if bits >= LARGE_BITS {
@@ -240,7 +241,7 @@ impl Tlb {
         match bits {
             LARGE_BITS => self.large.add(lin >> LARGE_BITS),
             HUGE_BITS.. => self.huge.add(lin >> HUGE_BITS),
-            // The page has 4 MiB.
+            // The guest's page has 4 MiB.
             _ => {
                 self.large.add(lin >> LARGE_BITS & !1);
                 self.large.add(lin >> LARGE_BITS | 1);
@@ -248,19 +249,20 @@ impl Tlb {
         }
     }
 
-    /// Whether the page of `lin` may be part of a larger page. If so, the other parts must be dropped together with it.
+    /// Whether the page of `lin` may be part of a large page of the guest. If so, the page's other parts must be
+    /// dropped, too.
     pub(crate) fn may_be_large(&self, lin: u64) -> bool {
         self.large_filled
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
     }
 
-    /// Drops the translations of the page of `lin` in the current space, and its global translations.
+    /// Drops the translations of the page of `lin`: those of the current space, and global ones.
     pub(crate) fn drop_page(&mut self, lin: u64) {
         self.drop_first(lin);
         self.second.flush_page(lin, Which::CurrentAndGlobal);
     }
 
-    /// Drops translations of the page of `lin`, or of the large page that it is part of.
+    /// Drops translations of the page of `lin` or, if it is part of a large page of the guest, of that page.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         if self.may_be_large(lin) {
             self.flush_first();
@@ -277,21 +279,21 @@ impl Tlb {
         }
     }
 
-    /// Makes the space `name` the current space. It must be in the current world. If `keeps`, its translations stay
-    /// valid.
+    /// Makes space `name` the current space. It must belong to the current world. If `keeps`, its earlier translations
+    /// stay valid.
     pub(crate) fn switch(&mut self, name: u16, keeps: bool) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.switch(name, keeps);
     }
 
-    /// Makes the space `name` the current space. It must be in another world than the current space. Its translations
-    /// stay valid.
+    /// Makes space `name` the current space. It must belong to another world than the current space. Its earlier
+    /// translations stay valid.
     pub(crate) fn enter_world(&mut self, name: u16) {
         self.flush_first();
         self.second.enter_world(name);
     }
 
-    /// Drops the translations of the current world. `name` becomes the current space.
+    /// Drops the translations of the current world, and makes space `name` the current space.
     pub(crate) fn flush_world(&mut self, name: u16) {
         self.flush_first();
         self.second.flush_world(name);
@@ -302,18 +304,18 @@ impl Tlb {
         self.second.forget_world(world);
     }
 
-    /// Drops the translations of a space that is not the current one, but not the global ones.
+    /// Drops the translations of space `name`, except global ones. It must not be the current space.
     pub(crate) fn forget(&mut self, name: u16) {
         self.second.forget(name);
     }
 
-    /// Drops all translations except the global ones. `name` becomes the current space.
+    /// Drops all translations except global ones, and makes space `name` the current space.
     pub(crate) fn flush_spaces(&mut self, name: u16) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.flush_spaces(name);
     }
 
-    /// Drops all translations of all worlds. `name` becomes the current space.
+    /// Drops all translations of all worlds, and makes space `name` the current space.
     pub(crate) fn flush(&mut self, name: u16) {
         self.flush_first();
         self.second.flush(name);
@@ -327,7 +329,7 @@ impl Tlb {
         self.drop_filled(|_| true);
     }
 
-    /// Drops the entries of the first level for which `drops` returns true.
+    /// Drops the entries of the first level for which `drops` returns `true`.
     #[inline]
     fn drop_filled(&mut self, drops: impl Fn(&Entry) -> bool) {
         let fills = std::mem::take(&mut self.fills);
@@ -343,7 +345,7 @@ impl Tlb {
             }
         };
         if fills <= self.filled.len() {
-            // The entries that are kept move to the beginning of the list.
+            // The indices of the entries that are kept move to the beginning of the list.
             for k in 0..fills {
                 visit(self, self.filled[k]);
             }
@@ -352,7 +354,7 @@ impl Tlb {
         }
     }
 
-    /// From now on, each write to a host page for which `has_code` returns true needs a check.
+    /// From now on, each store to a host page for which `has_code` returns `true` must be recorded, so it misses.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {
@@ -362,13 +364,13 @@ impl Tlb {
         });
     }
 
-    /// Drops the tag for checked writes to the page of `lin`, so that the next write is translated again. Call when the
-    /// page no longer holds decoded code.
+    /// Call when the page of `lin` no longer holds decoded code. The next store to the page is translated again, so
+    /// that it can get an ordinary tag for writes.
     pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
         self.entries[Self::index(table, lin)].note &= GLOBAL;
     }
 
-    /// Calls `visit` with all entries that were filled since the last flush, and perhaps with others.
+    /// Calls `visit` with all entries that were filled since the last flush, and possibly with others.
     fn visit_filled(&mut self, mut visit: impl FnMut(&mut Entry)) {
         if self.fills <= self.filled.len() {
             for &index in &self.filled[..self.fills] {

@@ -13,11 +13,11 @@ pub(crate) enum Format {
 /// The offset of CR3 in a 32-bit TSS. The next constant is the offset of the debug trap flag.
 const CR3: usize = 0x1c;
 const TRAP: usize = 0x64;
-/// The number of words of the saved registers: EIP, EFLAGS, eight general registers and six selectors.
+/// The number of saved registers: EIP, EFLAGS, eight general registers and six selectors.
 const WORDS: usize = 16;
 
 impl Format {
-    /// Returns the format and the busy flag that the type of a TSS descriptor implies.
+    /// Returns the format and the busy bit that the type in a TSS descriptor means.
     pub(crate) fn of_kind(kind: u8) -> Option<(Self, bool)> {
         match kind {
             1 => Some((Format::Bits16, false)),
@@ -28,7 +28,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of bytes that the processor defines. A TSS with fewer bytes is invalid.
+    /// Returns the size in bytes of the part that the processor defines. A smaller TSS is invalid.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Format::Bits16 => 44,
@@ -36,7 +36,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of bytes of each register.
+    /// Returns the size of each saved register in bytes.
     pub(crate) fn word(self) -> usize {
         match self {
             Format::Bits16 => 2,
@@ -44,7 +44,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of selectors: ES, CS, SS and DS; in the 32-bit format also FS and GS.
+    /// Returns the number of selectors in the TSS: ES, CS, SS and DS; in the 32-bit format also FS and GS.
     fn selectors(self) -> usize {
         match self {
             Format::Bits16 => 4,
@@ -52,7 +52,7 @@ impl Format {
         }
     }
 
-    /// Returns the offset of the registers that a switch away from the task saves. EIP is the first of them.
+    /// Returns the offset of the registers that are saved when the CPU leaves the task. EIP is the first of them.
     pub(crate) fn registers(self) -> usize {
         match self {
             Format::Bits16 => 0x0e,
@@ -60,13 +60,13 @@ impl Format {
         }
     }
 
-    /// Returns the number of bytes of the registers that a switch away from the task saves.
+    /// Returns the size in bytes of the registers that are saved when the CPU leaves the task.
     pub(crate) fn register_bytes(self) -> usize {
         (10 + self.selectors()) * self.word()
     }
 }
 
-/// The registers that a switch saves in the TSS of the old task.
+/// The registers that a task switch saves in the TSS of the old task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Registers {
     pub(crate) eip: u32,
@@ -92,19 +92,19 @@ impl Registers {
     }
 }
 
-/// The registers that a switch loads from the TSS of the new task.
+/// The registers that a task switch loads from the TSS of the new task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Image {
     /// CR3; `None` in a 16-bit TSS.
     pub(crate) cr3: Option<u32>,
     pub(crate) registers: Registers,
     pub(crate) ldt: u16,
-    /// Whether the task has the debug trap flag, so that entering the task causes a debug trap.
+    /// Whether the debug trap flag is set: entering the task causes a debug trap.
     pub(crate) trap: bool,
 }
 
 impl Image {
-    /// Decodes an image from the first [`Format::bytes`] of `tss`. Fields that a 16-bit TSS does not have are zero: the
+    /// Decodes an image from the first [`Format::bytes`] of `tss`. What a 16-bit TSS does not have becomes zero: the
     /// upper halves of the registers, FS and GS.
     pub(crate) fn decode(tss: &[u8], format: Format) -> Self {
         let field = |at: usize, size: usize| {

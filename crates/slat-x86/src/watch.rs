@@ -2,36 +2,36 @@
 
 /// The bits of DR6 that always read as one.
 pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
-/// The bits of DR6 for the four breakpoints: a breakpoint was hit.
+/// The bits B0 to B3 of DR6: the breakpoint with this number was hit.
 pub(crate) const DR6_HITS: u64 = 15;
-/// The bit of DR6: a debug register was accessed while DR7.GD was set.
+/// The bit BD of DR6: a debug register was accessed while DR7.GD was set.
 pub(crate) const DR6_BD: u64 = 1 << 13;
-/// The bit of DR6: the trap was a single step.
+/// The bit BS of DR6: the trap was a single step.
 pub(crate) const DR6_BS: u64 = 1 << 14;
-/// The bit of DR6: the trap was for a switch to a task whose TSS has the debug trap flag.
+/// The bit BT of DR6: a switch to a task whose TSS has the debug trap flag has caused the trap.
 pub(crate) const DR6_BT: u64 = 1 << 15;
-/// The bit of DR7 for general detect.
+/// The bit GD (general detect) of DR7.
 pub(crate) const DR7_GD: u64 = 1 << 13;
 
-/// The requests of a debugger that is outside the guest.
+/// What a debugger outside the guest asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
-    /// Whether every instruction ends the run, as a trap.
+    /// Whether the run ends after every instruction, as by a trap.
     pub single_step: bool,
-    /// Whether INT3 ends the run, as a fault before the instruction.
+    /// Whether the run ends at INT3, before the instruction, as by a fault.
     pub software_breakpoints: bool,
-    /// Breakpoints that are used instead of the guest's own.
+    /// Breakpoints that replace the guest's own. `None`: the guest's own are used.
     pub breakpoints: Option<Breakpoints>,
 }
 
 impl Debugger {
-    /// Whether a #DB ends the run, even one that the guest caused.
+    /// Whether every #DB ends the run, even one that the guest has caused.
     pub(crate) fn claims_debug(&self) -> bool {
         self.single_step || self.breakpoints.is_some()
     }
 }
 
-/// Breakpoints: the contents of DR0 to DR3 and DR7.
+/// A set of breakpoints, in the format of DR0 to DR3 and DR7.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Breakpoints {
     /// DR0–DR3.
@@ -40,7 +40,7 @@ pub struct Breakpoints {
     pub control: u64,
 }
 
-/// The kind of access that a breakpoint watches, as the value of its R/W field.
+/// The values of a breakpoint's R/W field: the kind of access that it watches.
 pub(crate) mod kind {
     pub const EXECUTE: u64 = 0;
     pub const WRITE: u64 = 1;
@@ -50,7 +50,7 @@ pub(crate) mod kind {
 }
 
 impl Breakpoints {
-    /// Returns the enabled breakpoints. For each: its index, R/W field, first address, and number of bytes.
+    /// Returns the enabled breakpoints: the index, R/W field, first address, and number of bytes of each.
     pub(crate) fn enabled(&self) -> impl Iterator<Item = (usize, u64, u64, u64)> + '_ {
         (0..4).filter_map(|i| {
             let field = self.control >> (16 + 4 * i);
@@ -64,7 +64,7 @@ impl Breakpoints {
         self.enabled().any(|(_, kind, ..)| kinds.contains(&kind))
     }
 
-    /// Returns the DR6 bits of the breakpoints of `kinds` that share a byte with the `len` bytes at `at`.
+    /// Returns the DR6 bits of the breakpoints with one of these kinds that share a byte with the `len` bytes at `at`.
     pub(crate) fn hits(&self, kinds: &[u64], at: u64, len: u64) -> u64 {
         self.enabled()
             .filter(|(_, kind, first, bytes)| {
@@ -75,22 +75,21 @@ impl Breakpoints {
     }
 }
 
-/// The breakpoints in effect, and the kinds that exist among them.
+/// The breakpoints in effect, which kinds are among them, and their hits.
 #[derive(Default)]
 pub(crate) struct Watch {
     pub(crate) breakpoints: Breakpoints,
     pub(crate) code: bool,
     pub(crate) data: bool,
     pub(crate) ports: bool,
-    /// Whether the instruction at RIP accesses watched bytes, and must be executed as a block with this instruction
-    /// only.
+    /// Whether the instruction at RIP accesses watched bytes, so that it must be executed again in a block of its own.
     pub(crate) alone: bool,
-    /// Whether the current block has only one instruction, so that its watchpoints are collected in `hits`.
+    /// Whether the current block has only one instruction, so that hits of watchpoints are collected in `hits`.
     pub(crate) collects: bool,
-    /// The DR6 bits of the watchpoints that the instruction has hit.
+    /// The DR6 bits of the watchpoints that the current instruction has hit.
     pub(crate) hits: u64,
-    /// Whether the instruction traps at its end: TF was set at its start, or a debugger single-steps.
+    /// Whether the current instruction traps at its end: TF was set at its start, or a debugger single-steps.
     pub(crate) steps: bool,
-    /// The address of the INT3 that was the debugger's last software breakpoint, and the address after that INT3.
+    /// For the last INT3 that the debugger has claimed: its address, and the address after it.
     pub(crate) int3: Option<(u64, u64)>,
 }

@@ -1,12 +1,11 @@
 //! x87 instructions.
 //!
-//! The host's CPU executes each of them on the guest's own x87 state, by FRSTOR, the instruction, and FNSAVE. So the
-//! hardware itself determines stack faults, condition codes, rounding, and the effects of unusual encodings. An
-//! unmasked exception does no harm. The hardware delivers it only at the *next* x87 instruction that waits for
-//! exceptions, and FNSAVE, which does not wait, clears it before.
+//! The host's CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So the hardware
+//! itself determines stack faults, condition codes, rounding, and the effects of unusual encodings. An unmasked
+//! exception does no harm on the host: the hardware delivers it only at the *next* x87 instruction that waits for
+//! exceptions, and FNSAVE, which does not wait, clears it before that.
 //!
-//! This takes 170 ns. In frequent states, frequent instructions are executed faster, without the whole state: see
-//! `quick`.
+//! This takes 170 ns. Module `quick` executes frequent instructions in frequent states faster, without the whole state.
 
 mod quick;
 
@@ -20,7 +19,7 @@ use iced_x86::{Instruction, Mnemonic as M};
 /// The error summary bit in the status word: an unmasked exception is pending.
 const ERROR: u16 = 1 << 7;
 
-/// The index in `op.r` at which x87 operations store the ModR/M byte. (They have no fourth operand.)
+/// The element of `op.r` in which x87 operations store the ModR/M byte. (They have no fourth operand.)
 const MODRM: usize = 3;
 
 /// The x87 state in the format that FNSAVE writes in 64-bit mode.
@@ -50,8 +49,8 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether the instruction pointer and the opcode are both plausible after `stub` has run: each has either the
-    /// value that [`Run::new`] has loaded, or the value that `stub` stores.
+    /// Whether the instruction pointer and the opcode are plausible after `stub` has run: each has either the value
+    /// that [`Run::new`] has loaded, or the value that `stub` sets.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)
@@ -59,10 +58,10 @@ impl Image {
     }
 }
 
-/// The stubs of all x87 instructions, four bytes apart. First are the instructions on registers: eight opcodes (D8 to
+/// The stubs of all x87 instructions, four bytes apart. First come the instructions on registers: eight opcodes (D8 to
 /// DF) with 64 ModR/M bytes (C0 to FF) each. Then follow the instructions on memory at RDI: eight opcodes with eight
-/// ModR/M bytes each. These are there twice: without and with an operand-size prefix. (The prefix only affects
-/// instructions that load or store the environment.)
+/// ModR/M bytes each, and all of these again with an operand-size prefix. (The prefix only affects instructions that
+/// load or store the environment.)
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -84,12 +83,12 @@ unsafe extern "C" fn stubs() {
     )
 }
 
-/// The number of one of the [`stubs`].
+/// The index of a stub in [`stubs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stub(u16);
 
 impl Stub {
-    /// The number of stubs: all forms on registers, then those on memory without and with an operand-size prefix.
+    /// The number of stubs: those on registers, those on memory, and those on memory with an operand-size prefix.
     const COUNT: usize = 512 + 64 + 64;
 
     fn on_registers(opcode: u8, modrm: u8) -> Stub {
@@ -100,7 +99,7 @@ impl Stub {
         Stub(512 + u16::from(opcode & 7) * 8 + u16::from(modrm >> 3 & 7))
     }
 
-    /// Like [`Self::on_memory`], but with an operand-size prefix.
+    /// Like [`Self::on_memory`], but for an instruction with an operand-size prefix.
     fn on_memory_16(opcode: u8, modrm: u8) -> Stub {
         Stub(Stub::on_memory(opcode, modrm).0 + 64)
     }
@@ -109,7 +108,7 @@ impl Stub {
         self.0 >= 512
     }
 
-    /// Returns the low bits of the opcode.
+    /// Returns the low three bits of the opcode.
     fn opcode(self) -> u16 {
         match self.is_on_memory() {
             true => self.0 >> 3 & 7,
@@ -117,7 +116,7 @@ impl Stub {
         }
     }
 
-    /// Returns the value that the stub stores in FOP.
+    /// Returns the value of FOP that the stub sets.
     fn fop(self) -> u16 {
         let modrm = match self.is_on_memory() {
             true => (self.0 & 7) << 3 | 7,
@@ -132,13 +131,13 @@ impl Stub {
     }
 }
 
-/// Returns the [`Stub`] of the instruction itself, from the low bits of `op.imm`. The upper bits may be those of a
-/// `Plan` (`quick`).
+/// Returns the [`Stub`] of the instruction itself, from the low bits of `op.imm`. The upper bits may be a `Plan` of
+/// module `quick`.
 fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }
 
-/// Chooses the handler of the x87 instruction in `code`; `None` if this CPU does not have it.
+/// Chooses the handler of the x87 instruction whose bytes are `code`. `None`: this CPU does not have it.
 pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Handler> {
     if insn.mnemonic() == M::Wait {
         return Some(fwait);
@@ -148,7 +147,7 @@ pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Hand
     Some(quick::lower(opcode, modrm, op).unwrap_or(reference))
 }
 
-/// Chooses the handler that executes the instruction on the whole x87 state.
+/// Chooses the reference handler, which executes the instruction on the whole x87 state.
 fn lower_reference(insn: &Instruction, opcode: u8, modrm: u8, op: &mut Op) -> Handler {
     op.aux = 0;
     let in_memory = op.r.contains(&MEM);
@@ -182,7 +181,7 @@ fn lower_reference(insn: &Instruction, opcode: u8, modrm: u8, op: &mut Op) -> Ha
     }
 }
 
-/// Returns the first two bytes after the prefixes, if they are those of an x87 instruction.
+/// Returns the first two bytes after the prefixes, if they can be an x87 instruction.
 fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     let is_prefix = |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f | 0xf0 | 0xf2 | 0xf3);
     let at = code.iter().position(|byte| !is_prefix(byte))?;
@@ -192,8 +191,8 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// Raises a pending x87 exception, as every x87 and MMX instruction does that waits for exceptions. The exception is
-/// #MF even if CR0.NE is clear. The reason is that KVM runs guests with CR0.NE set, and that there is no FERR# pin.
+/// Raises the pending x87 exception, if there is one, as every x87 and MMX instruction does that waits for exceptions.
+/// It is #MF even if CR0.NE is clear: KVM runs guests with CR0.NE set, and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
@@ -237,8 +236,8 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the alignment of an operand of `bytes` bytes, for alignment checks: 8 for an extended number, otherwise the
-/// alignment of the operand's largest part.
+/// Returns the alignment that an operand of `bytes` bytes must have if alignment is checked: 8 for an 80-bit number,
+/// else that of the operand's largest part.
 fn alignment(bytes: u8) -> usize {
     match bytes {
         10 => 8,
@@ -246,8 +245,8 @@ fn alignment(bytes: u8) -> usize {
     }
 }
 
-/// The reason of the exit for a load from MMIO. No device has floating-point registers. KVM's emulator does not support
-/// such a load either, and its clients rely on that.
+/// Why the run ends at a load from MMIO. No device has floating-point registers. KVM's emulator does not support such a
+/// load either, and its clients rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
 #[inline(never)]
@@ -270,8 +269,8 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::new(cpu);
     run.call(own_stub(op));
     let status = run.image.fsw as u16;
-    // If an unmasked exception stops the instruction, nothing is stored. But an unmasked precision exception does not
-    // stop it.
+    // If an unmasked exception stops the instruction, nothing is stored. An unmasked precision exception does not stop
+    // it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
     if status & ERROR == 0 || unmasked & !PRECISION == 0 {
         cpu.check_alignment(lin, alignment(op.aux))?;
@@ -281,7 +280,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Executes FLDENV or FRSTOR, which also load the pointers.
+/// Executes FLDENV or FRSTOR, which also load the pointers (FIP, FDP, FOP).
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
@@ -305,23 +304,23 @@ fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// One execution of an instruction on the host, with the x87 state.
+/// One execution of an instruction on the host: the x87 state, memory operand and flags, before and after it.
 #[derive(Clone, PartialEq, Eq)]
 struct Run {
     image: Image,
-    /// The memory operand. FNSAVE has the largest.
+    /// The memory operand. FNSAVE has the largest one.
     memory: [u8; 112],
     flags: u64,
 }
 
-/// An opcode and an instruction pointer that no stub has. While an instruction runs that may set the pointers, the
-/// host's x87 unit has these values instead of the guest's.
+/// An opcode and an instruction pointer that no stub sets. The host's x87 unit gets them instead of the guest's
+/// pointers before an instruction that may set the pointers.
 const NO_OPCODE: u32 = 0x7ff << 16;
 const NO_IP: u32 = 1;
 
 impl Run {
-    /// Makes a run whose pointers have values that no instruction sets. So the result shows whether the instruction has
-    /// set them.
+    /// Makes a run whose pointers have values that no stub sets. So the result shows whether the instruction has set
+    /// them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
         (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (NO_IP, NO_OPCODE, 0);
@@ -361,17 +360,17 @@ impl Run {
         }
     }
 
-    /// Executes the instruction.
+    /// Executes the instruction with this stub.
     ///
     /// If no exception is pending, AMD's CPUs do not save the pointers when the host's kernel switches threads (AMD64
-    /// manual, FXSAVE). So a thread switch between FRSTOR and FNSAVE loses the pointers. In this case the instruction
-    /// is executed again.
+    /// manual, FXSAVE). So a thread switch between FRSTOR and FNSAVE loses the pointers. If the result shows that, the
+    /// instruction is executed again.
     fn call(&mut self, stub: Stub) {
         self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
     }
 
-    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers. Executes the
-    /// instruction twice. If a thread switch has lost the pointers, the two results differ.
+    /// Like [`Self::call`], but for an instruction that stores, loads or clears the guest's pointers. Executes the
+    /// instruction twice: if a thread switch has lost the pointers, the two results differ.
     fn call_with_pointers(&mut self, stub: Stub) {
         self.repeat(stub, |run, before| {
             let mut again = before.clone();
@@ -380,9 +379,9 @@ impl Run {
         });
     }
 
-    /// Executes the instruction repeatedly, from the same state, until `is_whole` accepts the result. The arguments of
-    /// `is_whole` are the result and the state before. After four attempts, the result is accepted without a check,
-    /// because this host does not behave as `is_whole` expects.
+    /// Executes the instruction, again and again from the same state, until `is_whole` accepts the result. The
+    /// arguments of `is_whole` are the result and the state before. The fourth result is accepted without a check: this
+    /// host does not behave as `is_whole` expects.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);
@@ -423,8 +422,8 @@ impl Run {
         }
     }
 
-    /// Stores the result in the guest's state, except for the pointers. If the instruction has set pointers, sets them
-    /// as the guest's instruction would.
+    /// Stores the result in the guest's state. If the instruction has set pointers, sets them as the guest's
+    /// instruction would, with its own address and operand.
     fn commit(&self, cpu: &mut Cpu, op: &Op) {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;
@@ -436,15 +435,15 @@ impl Run {
             state.fdp = operand;
         }
         if self.image.has_opcode() {
-            // The stub of an instruction on memory uses RDI as the address, so its ModR/M byte is not the guest's.
+            // The stub of an instruction on memory has its operand at RDI, so its ModR/M byte is not the guest's.
             state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
         }
     }
 
-    /// Stores the whole result in the guest's state.
+    /// Stores the result, including the pointers, in the guest's state.
     fn commit_all(&self, state: &mut State) {
         self.commit_registers(state);
-        // If a pointer has not changed, its upper half in the guest's state is kept.
+        // If the lower half of a pointer has not changed, its upper half in the guest's state stays.
         if self.image.ip != state.fip as u32 {
             state.fip = self.image.ip.into();
         }

@@ -1,6 +1,6 @@
-//! Accesses of compiled code to guest memory. The code first compares the address with the page of the last access,
-//! which is often the same. If there was no such access, the code looks the address up in the TLB. Then it makes the
-//! access, which is guarded. These steps are inline code. In all other cases the code calls a helper.
+//! Accesses of compiled code to guest memory. The code first tries the page of the last access, which is often the same
+//! page. If there was no last access, it looks the address up in the TLB. Then it makes the access, which is guarded.
+//! These steps are inline code. In all other cases the code calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -19,7 +19,7 @@ use slat_jit::GUARDED;
 use std::mem::offset_of;
 
 impl Kind {
-    /// Returns the offset, in a TLB entry, of the tag for this kind of access.
+    /// Returns the offset, in a TLB entry, of the tag for accesses of this kind.
     fn tag(self) -> usize {
         match self {
             Kind::Load => tlb::READ,
@@ -36,9 +36,9 @@ impl Kind {
 }
 
 impl Translator<'_> {
-    /// Returns the host address of an access. If the access is in the page of the last access, computes the address
-    /// from the distance between the two, which is the same in host memory. Otherwise looks the address up in the TLB;
-    /// on a miss, a helper finds it.
+    /// Emits code that finds the host address of an access. If the access is in the page of the last access, the code
+    /// adds the distance between the two addresses, which is the same in host memory. If there was no last access, it
+    /// looks the address up in the TLB. If neither succeeds, it calls a helper.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -77,7 +77,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns `known` if `is_known` is not 0. Otherwise calls `find`, which is rare, and returns its result.
+    /// Emits code that selects `known` if `is_known` is not 0, and else the result of `find`, in a block that is rarely
+    /// executed.
     fn known_or(
         &mut self,
         is_known: Value,
@@ -94,14 +95,14 @@ impl Translator<'_> {
         value
     }
 
-    /// Calls a helper that finds the host address of an access.
+    /// Emits a call of the helper that finds the host address of an access.
     fn ask(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
         let bytes = self.constant(1 << size);
         self.call_or_stop(kind.helper(), &[lin, bytes])
     }
 
-    /// Looks `lin` up in the TLB. Returns whether the TLB has the page, and the difference between the host address and
-    /// `lin`, which is valid if so.
+    /// Emits a look-up of `lin` in the TLB. Returns whether the TLB has the page, and if so, the host address minus
+    /// `lin`.
     fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
         let shift = 12 - tlb::ENTRY_BITS;
         let mask = (tlb::ENTRIES as i64 - 1) << tlb::ENTRY_BITS;
@@ -122,8 +123,8 @@ impl Translator<'_> {
         };
         let trusted = MemFlags::trusted();
         let addend = (self.b.ins()).load(I64, trusted, entry, offset + tlb::ADDEND as i32);
-        // `found` is loaded last, and is the second operand of the comparison. So in the baseline tier the comparison
-        // itself reads `found` from memory.
+        // Load `found` last, as the second operand of the comparison: in the baseline tier the comparison then reads
+        // `found` from memory itself.
         let found = (self.b.ins()).load(I64, trusted, entry, offset + kind.tag() as i32);
         (self.b.ins().icmp(IntCC::Equal, wanted, found), addend)
     }
@@ -133,17 +134,17 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Emits the translation of a load's address. Returns the host address.
+    /// Emits code that finds the host address of a load.
     pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Load)
     }
 
-    /// Emits the translation of a store's address. Returns the host address.
+    /// Emits code that finds the host address of a store.
     pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Store)
     }
 
-    /// Loads from guest memory.
+    /// Emits a load from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
         let Place { host, offset } = self.place_to_load(lin, size);
         let flags = Self::guarded();
@@ -151,7 +152,7 @@ impl Translator<'_> {
             let ty = TYPES[usize::from(size)];
             return self.b.ins().load(ty, flags, host, offset);
         }
-        // Extending the value is free, because the host's load does it.
+        // Extend the value here: the host's load does that at no cost.
         let value = match size {
             0 => self.b.ins().uload8(I64, flags, host, offset),
             1 => self.b.ins().uload16(I64, flags, host, offset),
@@ -160,7 +161,7 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Stores to guest memory. Call before the instruction has any other effect.
+    /// Emits a store to guest memory. Call before the instruction has any other effect.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
         let place = self.place_to_store(lin, size);
         self.store_at(place, value);
@@ -171,8 +172,8 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Reads, changes and writes guest memory, atomically if the instruction is locked. `change` gets the old value and
-    /// returns the new one; its code may run more than once. Returns both values.
+    /// Emits code that reads, changes and writes guest memory, atomically if the instruction is locked. `change` emits
+    /// the code that computes the new value from the old one; this code may run more than once. Returns both values.
     pub(super) fn update(
         &mut self,
         lin: Value,
@@ -180,7 +181,7 @@ impl Translator<'_> {
         change: impl FnOnce(&mut Self, Value) -> Value,
     ) -> (Value, Value) {
         if op.lock && op.size > 0 {
-            // A locked access across cache lines is a bus lock, which the interpreter handles.
+            // A locked access that crosses a cache line is a bus lock, which the interpreter handles.
             let line = CACHE_LINE as i64;
             let in_line = self.b.ins().band_imm(lin, line - 1);
             let last = line - (1 << op.size);

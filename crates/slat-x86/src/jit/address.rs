@@ -1,11 +1,11 @@
 //! Linear addresses of memory operands and of the stack.
 //!
-//! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code, an
-//! access takes base and limit from the segment register. So the code of a region is valid for any base and limit of
-//! its segments. A path reads base and limit only once. This suffices, because a handler that loads a segment register
-//! ends the block. Compiled code leaves a few accesses to the interpreter, which also raises their faults: an operand
-//! that ends beyond the limit, a segment that is unusable or expands down, and a stack pointer whose width is not the
-//! region's (`Source::stack`). A segment is *plain* if it is usable and does not expand down.
+//! In 64-bit code, and in flat 32-bit code, offsets in most segments are linear addresses. In other code, an access
+//! uses the base and limit in the segment register, so a region's code is valid for any bases and limits. A path reads
+//! base and limit only once. This suffices, because a handler that loads a segment register ends the block. Compiled
+//! code leaves a few accesses to the interpreter, which also raises their faults: an operand that ends beyond the
+//! limit, a segment that is unusable or expands down, and a stack pointer whose width is not the region's
+//! (`Source::stack`). A segment is *plain* if it is usable and does not expand down.
 
 use super::kept::PlainSegment;
 use super::translate::Translator;
@@ -18,9 +18,9 @@ use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// The number of the segment register SS.
+/// The number of segment register SS.
 const SS: u8 = 2;
-/// The bit D/B in [`Segment::rights`]: the stack pointer has 32 bits.
+/// The bit D/B in [`Segment::rights`]. For SS, it means that the stack pointer has 32 bits.
 const BIG: i64 = 1 << 14;
 
 /// Returns the offset of a segment register in `Cpu`.
@@ -55,7 +55,7 @@ impl Translator<'_> {
             4 => 0xffff_ffff,
             _ => -1,
         };
-        // The displacement is added last, so that the host can use the whole sum as one address.
+        // Add the displacement last, so that the host can use the whole sum as one address.
         match (sum, op.disp as i64) {
             (None, disp) if !self.is_relative => self.constant(disp & mask),
             (sum, disp) => {
@@ -71,14 +71,14 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the linear address of the memory operand.
+    /// Emits the linear address of the memory operand.
     pub(super) fn lin(&mut self, op: &Op) -> Value {
         let offset = self.offset(op);
         self.segmented(op.seg, offset, self.operand_bytes)
     }
 
-    /// Returns the linear address of `bytes` bytes at an offset in a segment. Leaves the instruction to the interpreter
-    /// if the segment is not plain, or if the bytes exceed its limit.
+    /// Emits the linear address of `bytes` bytes at an offset in a segment. The code leaves the instruction to the
+    /// interpreter if the segment is not plain, or if the bytes end beyond its limit.
     fn segmented(&mut self, segment: u8, offset: Value, bytes: i64) -> Value {
         if !self.has_segments && segment < 4 {
             return offset;
@@ -95,15 +95,16 @@ impl Translator<'_> {
         self.b.ins().band_imm(lin, 0xffff_ffff)
     }
 
-    /// Returns a segment register outside 64-bit mode. Leaves the instruction to the interpreter if the
-    /// segment is not plain.
+    /// Emits loads of a segment register's base and limit, outside 64-bit mode. The code leaves the instruction to the
+    /// interpreter if the segment is not plain.
     fn plain_segment(&mut self, segment: u8) -> PlainSegment {
         if let Some(known) = self.now.segments[usize::from(segment)] {
             return known;
         }
         let at = segment_offset(segment);
         let rights = self.field(I32, at + offset_of!(Segment, rights));
-        // This bit of the rights is clear for a code segment, and for a data segment that does not expand down.
+        // This bit of the rights (the type's bit 2) is clear for a data segment that does not expand down, and for a
+        // non-conforming code segment.
         let looked_at = i64::from(Segment::UNUSABLE) | 1 << 2;
         let (looked_at, wanted) = match segment {
             SS => (looked_at | BIG, if self.stack == 2 { BIG } else { 0 }),
@@ -120,28 +121,28 @@ impl Translator<'_> {
         found
     }
 
-    /// Returns the offset, in the stack segment, that is `by` bytes from the stack pointer.
+    /// Returns the offset, in the stack segment, of the stack pointer plus `by`.
     fn stack_offset(&mut self, by: i64) -> Value {
         let sp = self.get(4, self.stack);
         let sp = self.plus(sp, by);
         self.wide(sp)
     }
 
-    /// Returns the linear address of the `bytes` bytes on the stack that begin `by` bytes from the stack pointer.
+    /// Returns the linear address of `bytes` bytes on the stack, `by` bytes from the stack pointer.
     pub(super) fn stack_at(&mut self, by: i64, bytes: i64) -> Value {
         let offset = self.stack_offset(by);
         self.segmented(SS, offset, bytes)
     }
 
-    /// Moves the stack pointer. Call after [`stack_at`](Self::stack_at), which has checked that the stack pointer
-    /// has the region's width.
+    /// Adds `by` to the stack pointer. Call after [`stack_at`](Self::stack_at), which checks that the stack pointer has
+    /// the region's width.
     pub(super) fn move_stack(&mut self, by: i64) {
         let sp = self.stack_offset(by);
         self.set(4, self.stack, sp);
     }
 
-    /// Translates LEAVE. Reads the word to which the frame pointer points, and sets the stack pointer to the address
-    /// after the word.
+    /// Translates LEAVE: reads the word to which the frame pointer points, and sets the stack pointer to the address
+    /// after this word.
     pub(super) fn leave_frame(&mut self, size: u8) {
         let frame = self.get(5, self.stack);
         let frame = self.wide(frame);
@@ -152,8 +153,8 @@ impl Translator<'_> {
         self.set(5, size, value);
     }
 
-    /// Translates a POP: returns the word to which the stack pointer points, and sets the stack pointer to the address
-    /// after the word.
+    /// Translates POP: returns the word to which the stack pointer points, and sets the stack pointer to the address
+    /// after this word.
     pub(super) fn pop(&mut self, size: u8) -> Value {
         let bytes = 1 << size;
         let lin = self.stack_at(0, bytes);
@@ -169,7 +170,7 @@ impl Translator<'_> {
         self.move_stack(-bytes);
     }
 
-    /// Whether compiled code pushes and pops words of this operand size without the interpreter.
+    /// Whether compiled code pushes and pops words of this operand size itself.
     pub(super) fn is_on_stack(&self, size: u8) -> bool {
         match self.is_64() {
             true => size == 3,

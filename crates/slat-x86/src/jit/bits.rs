@@ -1,5 +1,5 @@
-//! Instructions on bits, and the integer arithmetic of multi-precision code: bit tests, scans and counts, BMI1 and
-//! BMI2, double shifts, division.
+//! Translates bit instructions (tests, scans and counts, BMI1 and BMI2), and the integer arithmetic of multi-precision
+//! code: double shifts and division.
 
 use super::condition::Flags;
 use super::helpers;
@@ -11,7 +11,7 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
+    /// Translates an instruction of these kinds. Returns `None` without effect if there is no translation.
     pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -40,8 +40,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates BT, BTS, BTR and BTC. Does not translate an operand in memory with a bit offset in a register,
-    /// because the bit may be beyond the operand.
+    /// Translates BT, BTS, BTR and BTC, except with an operand in memory and a bit number in a register, which may
+    /// select a bit outside of the operand.
     fn bit_test<A: Operation>(&mut self, op: &Op) -> Option<()> {
         if op.r[0] == MEM && op.r[1] != NONE {
             return None;
@@ -51,12 +51,12 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates BSF and BSR, which do not change the destination if the source is 0.
+    /// Translates BSF and BSR. If the source is 0, the destination keeps its value.
     fn scan<A: Operation>(&mut self, op: &Op) {
         let size = op.size;
         let (source, no) = (self.operand(op, 1, size), self.no());
         let (n, flags) = A::apply(self, source, source, no);
-        // Reads the whole register, because no part of it changes if the source is 0.
+        // Read the whole register: all of it stays unchanged if the source is 0.
         let old = self.get(op.r[0], 3);
         self.set(op.r[0], size, n);
         let new = self.get(op.r[0], 3);
@@ -73,7 +73,7 @@ impl Translator<'_> {
         self.write(op, value);
     }
 
-    /// Translates SHLD and SHRD of 4 or 8 bytes with an immediate count that is not 0.
+    /// Translates SHLD and SHRD of 4 or 8 bytes by an immediate count other than 0.
     fn double_shift(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         let count = op.imm & shift::last_count(8 << size);
@@ -109,7 +109,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Divides a number, given as two halves of 4 or 8 bytes each, by a divisor that is greater than the high half.
+    /// Emits the division of a number by a divisor that is greater than the number's high half. The number is given as
+    /// two halves of 4 or 8 bytes each.
     pub(super) fn divide_halves(
         &mut self,
         (low, high): (Value, Value),
@@ -137,7 +138,7 @@ impl Translator<'_> {
         results.into()
     }
 
-    /// Divides a 64-bit number by a divisor that is not 0.
+    /// Emits the division of a 64-bit number by a divisor other than 0.
     fn divide_words(&mut self, dividend: Value, divisor: Value) -> (Value, Value) {
         let quotient = self.b.ins().udiv(dividend, divisor);
         let product = self.b.ins().imul(quotient, divisor);

@@ -1,4 +1,4 @@
-//! Computes with Cranelift values, so that the formulas of `sem` become code.
+//! Makes code from the formulas of `sem`: each function of [`Compute`] emits Cranelift instructions.
 
 use super::Tier;
 use super::condition::Carry;
@@ -9,7 +9,7 @@ use cranelift_codegen::ir::types::{I8, I64, I128};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 use std::convert::Infallible;
 
-/// Defines functions that emit one Cranelift instruction each.
+/// Defines functions that each emit one Cranelift instruction.
 macro_rules! instructions {
     ($($name:ident($($a:ident),*) $instruction:ident;)*) => {
         $(
@@ -20,7 +20,7 @@ macro_rules! instructions {
     };
 }
 
-/// Defines functions for shifts. If the count is constant, they emit an instruction with an immediate.
+/// Defines functions that emit shifts. A constant count becomes an immediate.
 macro_rules! shifts {
     ($($name:ident, $instruction:ident, $with_immediate:ident;)*) => {
         $(
@@ -34,7 +34,7 @@ macro_rules! shifts {
     };
 }
 
-/// Defines functions for comparisons.
+/// Defines functions that emit comparisons.
 macro_rules! comparisons {
     ($($name:ident, $cc:ident;)*) => {
         $(
@@ -47,7 +47,7 @@ macro_rules! comparisons {
 
 impl Bits for Translator<'_> {
     type Value = Value;
-    /// A truth value: 0 or 1 in 8 bits.
+    /// A truth value: 8 bits that are 0 or 1.
     type Bool = Value;
     type Kept = Carry;
 
@@ -65,7 +65,7 @@ impl Bits for Translator<'_> {
 
     fn and(&mut self, a: Value, b: Value) -> Value {
         match self.is_same(a, b) {
-            // For the AND of a register with itself, by which compilers test for 0, the result is the register.
+            // The AND of a register with itself is the register. Compilers use it to test for 0.
             true => a,
             false => self.b.ins().band(a, b),
         }
@@ -121,7 +121,7 @@ impl Bits for Translator<'_> {
         let high = self.b.ins().ushr_imm(low, 4);
         let nibble = self.b.ins().bxor(low, high);
         let nibble = self.b.ins().band_imm(nibble, 15);
-        // Bit n of this table is 1 if the number n has an even number of ones.
+        // Bit n of this constant is 1 if the number n has an even number of ones.
         let table = self.constant(0x9669);
         let bit = self.b.ins().ushr(table, nibble);
         let bit = self.b.ins().band_imm(bit, 1);
@@ -141,7 +141,7 @@ impl Bits for Translator<'_> {
     fn opposite(&mut self, a: Value) -> Value {
         let dfg = &self.b.func.dfg;
         match dfg.value_def(a).inst().map(|inst| dfg.insts[inst]) {
-            // Emits the opposite comparison, which costs no further instruction.
+            // Emit the opposite comparison instead, which needs no further instruction.
             Some(InstructionData::IntCompare { args, cond, .. }) => {
                 (self.b.ins()).icmp(cond.complement(), args[0], args[1])
             }
@@ -154,7 +154,7 @@ impl Bits for Translator<'_> {
 }
 
 impl Compute for Translator<'_> {
-    /// Compiled code raises no faults. It leaves an instruction that faults to the interpreter.
+    /// Compiled code raises no faults: it leaves an instruction that faults to the interpreter.
     type Fault = Infallible;
 
     instructions! {
@@ -203,8 +203,8 @@ impl Compute for Translator<'_> {
         if !self.has_pairs(a) {
             return two_sums(self, a, b, carry);
         }
-        // To use the host's ADC, adds 128-bit numbers: adding the carry to a low half of ones makes the low half carry
-        // into the high half.
+        // Add 128-bit numbers, so that the host's ADC is used: adding the carry to a low half of ones carries into the
+        // high half.
         let (carry, ones) = (self.widened(carry, a), self.constant(-1));
         let a = self.b.ins().iconcat(carry, a);
         let b = self.b.ins().iconcat(ones, b);
@@ -233,7 +233,7 @@ impl Compute for Translator<'_> {
 }
 
 impl Translator<'_> {
-    /// Like [`product`](Compute::product), for callers that use both halves.
+    /// Like [`product`](Compute::product), but for callers that use both halves of the product.
     pub(super) fn halves(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         if !self.has_pairs(a) {
             return self.product(a, b, is_signed);
@@ -246,12 +246,12 @@ impl Translator<'_> {
         self.b.ins().isplit(product)
     }
 
-    /// Whether the tier has instructions for pairs of values of this size.
+    /// Whether the tier has instructions on pairs of values of this size.
     fn has_pairs(&self, half: Value) -> bool {
         self.tier == Tier::Full && self.size_of(half) == 3
     }
 
-    /// Whether two values are the same value, or parts of the same value.
+    /// Whether two values are equal because they are the same value, or the same part of one value.
     fn is_same(&self, a: Value, b: Value) -> bool {
         let dfg = &self.b.func.dfg;
         let whole = |value| match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
@@ -264,7 +264,7 @@ impl Translator<'_> {
         a == b || dfg.value_type(a) == dfg.value_type(b) && whole(a) == whole(b)
     }
 
-    /// Returns the number if the value is a constant.
+    /// Returns the number if a value is a constant.
     pub(super) fn constant_of(&self, value: Value) -> Option<i64> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {

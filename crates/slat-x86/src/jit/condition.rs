@@ -1,9 +1,9 @@
-//! The arithmetic flags of compiled code. A flag is computed only when an instruction uses it.
+//! The arithmetic flags of compiled code. A flag is computed only when an instruction reads it.
 //!
-//! The translator knows which operation in the same block was the last to set the flags, and computes a condition from
-//! that operation's operands. So a condition after a comparison is one comparison of the host. At the end of a block,
-//! and where a region is left, compiled code writes the record that the interpreter uses (`flags::Lazy`). A block
-//! begins with such a record.
+//! The translator knows which operation of the block was the last to set the flags, and computes a condition from that
+//! operation's operands. So a condition after a comparison becomes one comparison of the host. At the end of a path,
+//! and where a region is left, compiled code writes the record that the interpreter uses (`flags::Lazy`). A path begins
+//! with such a record.
 
 use super::helpers;
 pub(super) use super::kept::{Carry, Flags};
@@ -17,18 +17,18 @@ use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// How the fields of a record that hold CF change: see [`flags::Lazy`].
+/// What happens to the fields of the record from which CF is computed: see [`flags::Lazy`].
 enum Comparison {
     Stays,
-    /// CF is the comparison of these two values.
+    /// CF becomes the comparison of these two values.
     Of(Value, Value),
     Never,
     Is(Value),
 }
 
 impl Translator<'_> {
-    /// Returns `flags` in a form that can be recorded. If an instruction sets only CF and OF, the other flags are taken
-    /// from the last instruction, or are first written to RFLAGS.
+    /// Returns `flags` in a form that can be recorded. If an instruction sets only CF and OF, takes the other flags
+    /// from the operation before, or makes sure that they are in RFLAGS.
     pub(super) fn completed(&mut self, flags: Flags) -> Flags {
         let Flags::Rotated { carry, overflow } = flags else {
             return flags;
@@ -48,7 +48,7 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // In a chain of sums with carries, only the first sum needs this. After that the flags are in RFLAGS.
+            // In a chain of ADCX or ADOX, only the first one needs this: after it, the flags are in RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -56,8 +56,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes sure that the flags of the CPU's record of lazy flags are in RFLAGS. Usually they are there already: see
-    /// [`write_rflags`](Self::write_rflags).
+    /// Emits code that makes sure that the flags are in RFLAGS, not in the CPU's record. Usually they are there
+    /// already: see [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
@@ -70,8 +70,8 @@ impl Translator<'_> {
         };
     }
 
-    /// Writes the flags to RFLAGS, without a record, for a block that begins with ADCX or ADOX. Otherwise a loop of
-    /// such sums would call a helper for the flags in each iteration.
+    /// Writes the flags to RFLAGS, instead of a record, before a block that begins with ADCX or ADOX. Without this, a
+    /// loop of ADCX or ADOX would call a helper in each iteration.
     pub(super) fn write_rflags(&mut self) {
         if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();
@@ -88,7 +88,7 @@ impl Translator<'_> {
         self.now.are_flags_recorded = true;
     }
 
-    /// Returns the carry flag, for an instruction that leaves it unchanged.
+    /// Returns CF, for an instruction that leaves it unchanged.
     pub(super) fn kept_carry(&mut self) -> Carry {
         match self.now.flags {
             Flags::Recorded => Carry::Recorded,
@@ -97,7 +97,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Call when an instruction has set the flags.
+    /// Call after an instruction that has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
         if let Flags::Recorded = flags {
             return;
@@ -113,14 +113,14 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes the present flags to the CPU's record.
+    /// Writes the current flags to the CPU's record, unless they are there.
     pub(super) fn record_flags(&mut self) {
         if !std::mem::replace(&mut self.now.are_flags_recorded, true) {
             self.record(self.now.flags);
         }
     }
 
-    /// Writes a record of `flags`, which are [completed](Self::completed).
+    /// Writes `flags` to the CPU's record. They must be in the form that [`completed`](Self::completed) returns.
     pub(super) fn record(&mut self, flags: Flags) {
         self.now.has_changed = true;
         use Comparison::*;
@@ -190,7 +190,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes `flags` to RFLAGS, clears the flags in `cleared`, and ends the record.
+    /// Emits code that writes `flags` to RFLAGS, clears the flags in `cleared`, and ends the record.
     fn record_in_rflags(&mut self, cleared: u64, flags: &[(u64, Option<Value>)]) {
         let given = flags.iter().filter(|(_, value)| value.is_some());
         let changed = given.fold(cleared, |mask, (flag, _)| mask | flag);
@@ -212,12 +212,12 @@ impl Translator<'_> {
         self.set_field(offset_of!(Cpu, lazy.kind), kind);
     }
 
-    /// Returns the index of a value's size.
+    /// Returns the logarithm of a value's size in bytes.
     pub(super) fn size_of(&self, value: Value) -> u8 {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
 
-    /// Returns ZF from the record, as `Cpu::zf` does.
+    /// Emits code that computes ZF from the CPU's record, as `Cpu::zf` does.
     fn recorded_zero(&mut self) -> Value {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let kind = self.b.ins().band_imm(kind, !3 & 0xff);
@@ -244,7 +244,7 @@ impl Translator<'_> {
         zero
     }
 
-    /// Calls the interpreter's function that computes a condition.
+    /// Emits a call of the interpreter's function that computes a condition.
     fn asked(&mut self, condition: u8) -> Value {
         self.record_flags();
         let condition = self.constant(condition.into());
@@ -252,11 +252,10 @@ impl Translator<'_> {
         self.b.ins().ireduce(I8, holds)
     }
 
-    /// Whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
+    /// Returns whether a condition holds, as 0 or 1 in 8 bits. `condition` is the low four bits of Jcc's opcode.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
-            // A helper computes such a condition in one call, even if the condition needs several flags. For OF alone,
-            // all flags are written to RFLAGS.
+            // One call of a helper computes such a condition, even if it depends on several flags.
             Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }
@@ -269,7 +268,7 @@ impl Readable for Translator<'_> {
     }
     fn recorded(&mut self, flag: u64) -> Value {
         match flag {
-            // If an instruction has set only CF or OF, the other flags are in RFLAGS.
+            // The last instruction has set only CF or OF: the other flags are in RFLAGS.
             _ if flag != CF && matches!(self.now.flags, Flags::Rotated { .. }) => {
                 let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
                 self.bit(rflags, flag.trailing_zeros())

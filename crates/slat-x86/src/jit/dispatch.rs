@@ -1,12 +1,12 @@
 //! Enters compiled code, and continues from one region in another.
 //!
-//! When a region ends, it returns the set of [`Target`]s in which its successor is looked up, as the set's offset from
-//! the first set. Code that ends with a jump to a fixed address always returns the same set, which is known when the
-//! code is compiled. So the host can load the target while the region still runs. The set is that of the address for
-//! which the region was compiled ([`set_of`](crate::compiled::set_of)). If the region runs at another address, the set
-//! differs from the set of RIP. This does no harm, because a target is stored in the set in which it was looked up
+//! When a region ends, it returns the set of [`Target`]s in which its successor may be, as the set's offset from the
+//! first set. Code that ends with a jump to a constant address always returns the same set, so the host can load the
+//! target while the region still runs. This set is that of the address for which the region was compiled
+//! ([`set_of`](crate::compiled::set_of)). If the region runs at another address, it is not the set of RIP. This does no
+//! harm, because a target is stored in the set in which it was not found
 //! ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address of its successor also computes the
-//! set. All other results of a region are larger numbers than any set.
+//! set. Every other value that a region returns is larger than the offset of any set.
 //!
 //! A region is called and returns, although it could jump to the next region. Such jumps, with one frame for all
 //! regions, were tried. A boot took a tenth longer, and calls in a loop took two thirds longer, because a host predicts
@@ -22,25 +22,25 @@ use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// Checks the page of a target, unless the check needs a translation. The target must have the CPU's edition. Returns
-/// whether the target is valid.
+/// Checks whether a target's page is still valid, unless that needs a translation. The target must have the CPU's
+/// edition. Returns whether the target may be entered.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
-    // SAFETY: the page is alive as long as the edition is the CPU's, and nothing else refers to the page while no block
-    // is running.
+    // SAFETY: the page is alive as long as the edition equals the CPU's, and nothing else refers to the page while no
+    // block is running.
     let page = unsafe { &mut *target.page.cast_mut() };
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs the region that is entered at `code`, and then the regions that follow. After each region, runs the region at
-/// RIP if there is a [`Target`] for it, the target's page is current, and no other work is pending. Returns the status
-/// of the last region.
+/// Runs the region that is entered at `code`, and then the regions that follow. After each region, runs the one at RIP
+/// if there is a [`Target`] for RIP, its page is current, and no other work is pending. Returns the status of the last
+/// region.
 ///
 /// # Safety
 /// `code` is an entry of a region of this CPU, and the CPU has been prepared.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
-    // A region expects R15 to point near the `Cpu`, and preserves only RSP and RBP. At its end it removes its frame and
-    // returns.
+    // A region expects that R15 points near the `Cpu`, and preserves only RSP and RBP. At its end it removes its frame
+    // and returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -50,17 +50,17 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "push r15",
         "sub rsp, 8",
         "lea r15, [rdi + {base}]",
-        // RBP holds the address at which the running region was entered.
+        // RBP is the guest address at which the running region was entered.
         "mov rbp, [r15 + {rip}]",
         "2:",
         "call 8f",
         "cmp rax, {sets}",
         "jae 3f",
-        // Is `attention` set, or has code changed?
+        // Must the run end, or has code changed? Then `attention` is not 0.
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
         "jne 24f",
-        // Is there a target for RIP?
+        // Does one of the set's two targets belong to RIP?
         "add rax, [r15 + {targets}]",
         "mov rcx, [r15 + {rip}]",
         "cmp rcx, [rax + {target_rip}]",
@@ -68,7 +68,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "add rax, {size}",
         "cmp rcx, [rax + {target_rip}]",
         "jne 9f",
-        // Is the target's page current?
+        // Label 4: is the target valid, and its page current?
         "4:",
         "mov esi, [r15 + {cpu_edition}]",
         "cmp esi, [rax + {edition}]",
@@ -82,13 +82,13 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rsi, [rax + {code}]",
         "mov rbp, [rax + {target_rip}]",
         "jmp 2b",
-        // Makes the frame of the region that is entered.
+        // Label 8: makes the frame of the region, and enters it.
         "8:",
         "push rbp",
         "mov rbp, rsp",
         "sub rsp, {frame}",
         "jmp rsi",
-        // Label 6: checks the page of the target. After that, the page's other targets need no check.
+        // Label 6: checks the target's page. After that, the page is current for its other targets, too.
         "6:",
         "mov rbx, rax",
         "lea rdi, [r15 - {base}]",
@@ -101,7 +101,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "24:",
         "mov [r15 + {ran}], rbp",
         "jmp 5f",
-        // Label 9: stores the set in which the look-up failed. The new target will be stored in that set.
+        // Label 9: records the set in which there was no target. The new target will be stored in it.
         "9:",
         "mov [r15 + {wanted}], rax",
         "5:",

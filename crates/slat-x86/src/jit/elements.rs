@@ -1,6 +1,6 @@
 //! Translates two kinds of vector instructions: those that reorder elements (interleaving, permutations by a constant,
-//! moves of one element), and shifts by a constant. Each half of 256 bits is treated like a vector of 128 bits, as in
-//! `vector`.
+//! moves of one element), and shifts by a constant. As in `vector`, each half of a 256-bit vector is handled like a
+//! 128-bit vector.
 
 use super::translate::Translator;
 use super::vector::{sources, type_of};
@@ -10,7 +10,7 @@ use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2
 use cranelift_codegen::ir::{InstBuilder, Type, Value};
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind};
 
-/// Returns the size of the elements that an instruction interleaves, as a shift, and whether it uses the upper
+/// If an instruction interleaves elements, returns the logarithm of their size, and whether it takes the upper
 /// elements.
 fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
     let (each, elements) = simd::meaning(mnemonic)?;
@@ -22,7 +22,7 @@ fn interleaving(mnemonic: Mnemonic) -> Option<(u8, bool)> {
     }
 }
 
-/// Returns the byte order for a shuffle in which element `n` of the result is element `choose(n)` of the source. An
+/// Returns the order of bytes for a shuffle in which element `n` of the result is element `choose(n)` of the source. An
 /// element has `1 << size` bytes.
 fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
     std::array::from_fn(|byte| {
@@ -31,7 +31,7 @@ fn order(size: u8, choose: impl Fn(usize) -> usize) -> [u8; 16] {
     })
 }
 
-/// Returns the element type and the direction of a shift.
+/// If an instruction shifts elements, returns their type and the kind of shift.
 fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let is_shift = matches!(each, Each::ShiftLeft | Each::ShiftRight | Each::ShiftSigned);
@@ -39,7 +39,7 @@ fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
 }
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
+    /// Translates an instruction of these kinds. Returns `None` without effect if there is no translation.
     pub(super) fn element_instruction(
         &mut self,
         insn: &Instruction,
@@ -129,7 +129,7 @@ impl Translator<'_> {
         self.b.ins().shuffle(a, b, mask)
     }
 
-    /// Fills each half of the result with bytes of the same half of the source. `mask` gives the order.
+    /// Fills each half of the result with bytes from the same half of the source, in the order that `mask` gives.
     fn shuffle_each(&mut self, insn: &Instruction, op: &Op, source: &[Value], mask: [u8; 16]) {
         let values: Vec<_> = (source.iter())
             .map(|value| self.shuffle(*value, *value, mask))
@@ -137,8 +137,8 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &values);
     }
 
-    /// Fills each half of the result with bytes of two operands. In `mask`, the numbers 0 to 15 are bytes of the first
-    /// operand, and higher numbers are bytes of the second.
+    /// Fills each half of the result with bytes from the same halves of two operands. In `mask`, 0 to 15 are bytes of
+    /// the first operand, and higher numbers are bytes of the second operand.
     fn shuffle_both(
         &mut self,
         insn: &Instruction,
@@ -175,7 +175,7 @@ impl Translator<'_> {
                 let value = self.as_elements(value, ty);
                 match shift {
                     Each::ShiftSigned => self.b.ins().sshr_imm(value, count.min(bits - 1)),
-                    // For such a count the result is 0. Cranelift would use the count modulo the width.
+                    // The result of such a count is 0. Cranelift would use the count modulo the width.
                     _ if count >= bits => self.zeroes(),
                     Each::ShiftLeft => self.b.ins().ishl_imm(value, count),
                     _ => self.b.ins().ushr_imm(value, count),
@@ -185,7 +185,8 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &values);
     }
 
-    /// Translates MOVSS and MOVSD. A load clears the rest of the register. A move between registers does not change it.
+    /// Translates MOVSS and MOVSD. A load clears the rest of the register; a move between registers leaves it
+    /// unchanged.
     fn move_scalar(&mut self, insn: &Instruction, op: &Op) {
         let is_double = matches!(insn.mnemonic(), Mnemonic::Movsd | Mnemonic::Vmovsd);
         let (size, ty) = if is_double { (3, F64X2) } else { (2, F32X4) };
@@ -211,7 +212,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &[value]);
     }
 
-    /// Translates MOVLPS, MOVHPS and similar moves of 64 bits between memory and one half of a register.
+    /// Translates MOVLPS, MOVHPS and similar moves of 64 bits between memory and half of a register.
     fn move_half(&mut self, insn: &Instruction, op: &Op, rest: usize) -> Option<()> {
         use Mnemonic::*;
         let lane = u8::from(matches!(
@@ -240,7 +241,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Replaces one element by the low part of a general register, or by memory.
+    /// Translates the replacement of one element by the low part of a general register, or by memory.
     fn insert_element(&mut self, insn: &Instruction, op: &Op, ty: Type, rest: usize) {
         let size = ty.lane_type().bytes().trailing_zeros() as u8;
         let value = self.operand(op, rest + 1, size);
@@ -251,7 +252,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &[value]);
     }
 
-    /// Moves one element to memory or to a general register. The upper part of the general register is cleared.
+    /// Translates the move of one element to memory or to a general register, whose upper part becomes 0.
     fn extract_element(&mut self, op: &Op, ty: Type) {
         let value = self.half(op.r[1], 0);
         let value = self.as_elements(value, ty);

@@ -1,13 +1,13 @@
-//! Translates floating-point instructions to those of the host, which run with the guest's MXCSR.
+//! Translates floating-point instructions to instructions of the host, which run with the guest's MXCSR.
 //!
 //! While a CPU's `compiled.floats` is set, the host's MXCSR has the guest's value: its rounding mode, its flags, and
-//! all exceptions masked. Floating-point code sets `compiled.floats` if it is clear ([`Translator::begin_floats`]).
-//! `compiled.floats` stays set from region to region, until the CPU leaves compiled code. It is also cleared while a
-//! helper runs that may compute floating point or run code of slat's clients ([`Cpu::outside_floats`]). If the guest
-//! unmasks an exception, its floating-point instructions are interpreted.
+//! all exceptions masked. Floating-point code sets `compiled.floats` if it is clear ([`Translator::begin_floats`]). It
+//! stays set from region to region, until the CPU leaves compiled code. While a helper runs that may compute floating
+//! point or run code of slat's clients, it is clear, and the host's own MXCSR is restored ([`Cpu::outside_floats`]). If
+//! the guest unmasks an exception, its floating-point instructions are interpreted.
 //!
-//! A computation sets flags of MXCSR. Cranelift does not know that, and would leave out computations whose results
-//! nothing uses. So if a result is overwritten without a use, it is stored in a separate field
+//! A computation sets flags of MXCSR. Cranelift does not know that, and would drop a computation whose result nothing
+//! uses. So if the guest overwrites a result without using it, the code stores the result in a field of its own
 //! ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
@@ -23,7 +23,7 @@ use cranelift_codegen::ir::{InstBuilder, MemFlags, Type, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// Returns the element type of an arithmetic instruction with two sources, whether it computes only one
+/// For an arithmetic instruction with two sources, returns the element type, whether it computes only the lowest
 /// element, and the operation.
 fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
@@ -41,8 +41,8 @@ fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
 }
 
 impl Translator<'_> {
-    /// Call before a floating-point instruction. From here to the end of the block, the host's MXCSR has the guest's
-    /// value, unless a handler runs in between.
+    /// Call before a floating-point instruction. The emitted code makes sure that the host's MXCSR has the guest's
+    /// value. It keeps this value to the end of the block, unless a handler is called.
     pub(super) fn begin_floats(&mut self) {
         if std::mem::replace(&mut self.now.has_floats, true) {
             return;
@@ -54,7 +54,7 @@ impl Translator<'_> {
         });
     }
 
-    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
+    /// Translates a floating-point instruction. Returns `None` without effect if there is no translation.
     pub(super) fn float_instruction(
         &mut self,
         insn: &Instruction,
@@ -92,7 +92,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Reads operand `k` as a float. The operand is memory or the first element of a register.
+    /// Reads operand `k`, memory or the lowest element of a register, as a float.
     fn scalar(&mut self, op: &Op, k: usize, ty: Type) -> Value {
         let element = ty.lane_type();
         if op.r[k] != MEM {
@@ -104,8 +104,8 @@ impl Translator<'_> {
         self.b.ins().bitcast(element, MemFlags::new(), value)
     }
 
-    /// Translates COMISD, UCOMISD, COMISS and UCOMISS. COMISD and COMISS raise an exception even for a quiet NaN, so
-    /// for a quiet NaN the interpreter executes them.
+    /// Translates COMISD, UCOMISD, COMISS and UCOMISS. COMISD and COMISS raise an exception even for a quiet NaN: then
+    /// the interpreter executes them.
     fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
         self.begin_floats();
         let b = self.scalar(op, 1, ty);
@@ -137,13 +137,13 @@ impl Translator<'_> {
         self.set_computed(insn, op.r[0], &[], &[value]);
     }
 
-    /// Translates CVTTSD2SI and CVTTSS2SI. The interpreter executes the instruction if the value does not fit, such as
-    /// a NaN.
+    /// Translates CVTTSD2SI and CVTTSS2SI. If the value does not fit, or is a NaN, the interpreter executes the
+    /// instruction.
     fn truncate(&mut self, insn: &Instruction, op: &Op, ty: Type) {
         self.begin_floats();
         let value = self.scalar(op, 1, ty);
         let size = insn.op0_register().size().trailing_zeros() as u8;
-        // The exponent is compared, because a comparison of floats would raise exceptions.
+        // Compare the exponent as an integer, because a comparison of floats could raise exceptions.
         let (bits, fraction, bias) = match ty {
             F64X2 => (I64, 52, 1023),
             _ => (I32, 23, 127),
@@ -163,7 +163,8 @@ impl Translator<'_> {
 }
 
 impl Cpu {
-    /// Sets the host's MXCSR to the guest's value, if that value masks all exceptions. Returns `false` if it does not.
+    /// Sets the host's MXCSR to the guest's value. Returns `false`, without effect, if that value does not mask all
+    /// exceptions.
     pub(super) fn begin_floats(&mut self) -> bool {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
@@ -176,20 +177,20 @@ impl Cpu {
         true
     }
 
-    /// Restores the host's own MXCSR. Returns whether the host's MXCSR had the guest's value.
+    /// Restores the host's own MXCSR. Returns whether MXCSR had the guest's value.
     pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // No code reads the flags of the host's own MXCSR, so they are cleared. The guest's flags are in the
+            // The flags of the host's own MXCSR matter to nobody, so clear them. The guest's flags are kept in the
             // guest's MXCSR.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
-            // SAFETY: this is the MXCSR with which Rust code runs. `begin_floats` has saved it.
+            // SAFETY: this is the MXCSR with which Rust code ran before. `begin_floats` has saved it.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };
         }
         was
     }
 
-    /// Calls a function that may compute floating point, or may read or change the guest's MXCSR. After that, compiled
+    /// Calls a function that may compute floating point, or may read or change the guest's MXCSR. Afterwards, compiled
     /// code must check whether the host's MXCSR still has the guest's value.
     pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
         let was = self.end_floats();

@@ -1,4 +1,4 @@
-//! The decoded guest instructions of a region, and the registers and flags that they use.
+//! The decoded guest instructions of a region, and their uses of registers and flags.
 
 use super::{Source, Step};
 use crate::lower;
@@ -12,8 +12,8 @@ use iced_x86::{
 /// One decoded guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// The instruction's step (what the interpreter needs to continue at it), for a path that begins with the
-    /// instruction's block.
+    /// What the interpreter needs to continue at the instruction. The count of instructions before it is that of a path
+    /// that begins with this block.
     pub(super) step: Step,
 }
 
@@ -59,7 +59,8 @@ fn is_near_branch(kind: OpKind) -> bool {
     )
 }
 
-/// Returns the numbers of the general registers that an instruction uses, and whether it may write each of them.
+/// Returns the numbers of the general registers that an instruction uses. For each, returns whether it may write the
+/// register.
 pub(super) fn registers(
     factory: &mut InstructionInfoFactory,
     insn: &Instruction,
@@ -71,23 +72,23 @@ pub(super) fn registers(
     })
 }
 
-/// Returns the numbers of the general registers whose bits are set.
+/// Returns the numbers of the general registers whose bits are set in `registers`.
 pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
     (0..16).filter(move |r| registers >> r & 1 != 0)
 }
 
-/// How a block uses the arithmetic flags first.
+/// What a block does first with the arithmetic flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FirstUse {
-    /// The block sets all flags before it uses any, so their old values have no effect.
+    /// The block sets all flags before it reads any, so their old values do not matter.
     SetsAll,
-    /// The block needs the CPU's record of lazy flags.
+    /// The block needs the CPU's record of lazy flags, if it needs flags at all.
     Record,
-    /// The block needs the flags in RFLAGS, because it sets only CF or OF and keeps the other flags.
+    /// The block first sets only CF or OF (ADCX, ADOX), so it needs the other flags in RFLAGS.
     Rflags,
 }
 
-/// Returns the first use that a block makes of the flags.
+/// Returns what a block does first with the arithmetic flags.
 pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     let uses_flags = |insn: &&Instruction| insn.rflags_read() | insn.rflags_modified() != 0;
     let user = guests.iter().map(|guest| &guest.insn).find(uses_flags);
@@ -98,8 +99,7 @@ pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     }
 }
 
-/// Whether a block sets all flags before it uses any flag and before it may stop. If so, the old values of the flags
-/// have no effect.
+/// Whether a block sets all flags before it reads any and before it may stop: then their old values do not matter.
 fn sets_flags_first(guests: &[Guest]) -> bool {
     for Guest { insn, .. } in guests {
         let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
@@ -108,8 +108,8 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
             OpKind::Register => register.is_gpr(),
             _ => true,
         });
-        // Outside 64-bit code, an instruction with a VEX prefix may be undefined, as in real mode. Then the block
-        // stops.
+        // Outside 64-bit code, an instruction with a VEX prefix may be undefined, as in real mode. Then it stops the
+        // block.
         let is_plain = are_plain
             && (insn.encoding() != EncodingKind::VEX || insn.code_size() == CodeSize::Code64);
         match flag_use(insn) {
@@ -121,8 +121,8 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
     false
 }
 
-/// Returns how an instruction uses and sets the flags. `None`: compiled code cannot execute the instruction on
-/// registers alone, or may stop in it.
+/// Returns how an instruction uses the flags. `None`: it does more than compiled code can do on registers alone, or may
+/// stop the block.
 fn flag_use(insn: &Instruction) -> Option<FlagUse> {
     use crate::sem::flag_use as of;
     match insn.mnemonic() {
@@ -140,8 +140,7 @@ mod tests {
     use super::*;
     use iced_x86::{Code, RflagsBits};
 
-    /// The formulas of `sem` and iced's tables must agree. In iced's tables, a flag that becomes undefined counts as
-    /// modified.
+    /// The formulas of `sem` agree with iced's tables, in which a flag that becomes undefined counts as modified.
     #[test]
     fn what_an_operation_does_with_the_flags_is_what_iced_says() {
         const ALL: u32 = RflagsBits::OF
@@ -154,8 +153,8 @@ mod tests {
         for code in Code::values() {
             let mut insn = Instruction::new();
             insn.set_code(code);
-            // After a MOV of a control or debug register the flags are undefined. Compiled code does not translate this
-            // instruction.
+            // Leave out MOV of control and debug registers, which makes the flags undefined: compiled code does not
+            // translate it.
             let Some(found) = flag_use(&insn).filter(|_| !insn.is_privileged()) else {
                 continue;
             };

@@ -1,6 +1,7 @@
-//! The functions that compiled code calls: accesses that miss in the TLB, and the interpreter's handlers.
+//! The functions that compiled code calls: for accesses that miss the TLB, and for the interpreter's handlers.
 //!
-//! A helper's argument is the CPU that runs the region. No other reference to this CPU exists while the helper runs.
+//! The first argument of a helper is the CPU that runs the region. No other reference to this CPU exists while the
+//! helper runs.
 
 use super::Step;
 use crate::Cpu;
@@ -10,12 +11,12 @@ use crate::op::Break;
 use crate::sem::{Compute, Now};
 use crate::tlb::Tlb;
 
-/// The result of a helper, or of a whole region. A region that simply continues at RIP returns a set of targets instead
-/// (`dispatch`). A set's number is less than each of these numbers, except [`Continue`](Self::Continue).
+/// The result of a helper, or of a whole region. A region that continues at RIP returns the offset of a set of targets
+/// instead (`dispatch`), which is less than each of these numbers except [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Status {
-    /// The helper, or `dispatch`, has done everything. Execution continues at RIP.
+    /// Nothing is left to do. Execution continues at RIP.
     Continue = 0,
     /// The instruction ended with the [`Break`] in `compiled.why`.
     Broke = SETS_BYTES,
@@ -42,7 +43,7 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1. The second form stops the region.
+/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1. In the second case, the region stops.
 #[repr(C)]
 struct Found {
     value: u64,
@@ -50,7 +51,7 @@ struct Found {
 }
 
 impl Found {
-    /// Converts a helper's result. If `value` is `None`, the interpreter continues at `step`.
+    /// Converts a helper's result. If `value` is `None`, the region stops, and the interpreter continues at `step`.
     fn new(cpu: &mut Cpu, value: Option<u64>, step: *const Step) -> Self {
         if value.is_none() {
             cpu.compiled.step = step.cast();
@@ -62,15 +63,15 @@ impl Found {
     }
 }
 
-/// A function for compiled code that returns the result of a helper. If the helper has no result, this function returns
-/// from the whole region, and the interpreter continues. For this, RBP must point to the region's frame. So compiled
-/// code needs neither a check nor a block for that case.
+/// A helper that compiled code calls for a result. If there is no result, it returns from the whole region instead, and
+/// the interpreter continues. For this, RBP must point to the region's frame. So compiled code needs neither a check
+/// nor a block for this case.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
-    /// The function with System V's calling convention.
+    /// The helper with System V's calling convention.
     pub(super) plain: unsafe extern "C" fn(),
-    /// The function with Windows' calling convention, which preserves more registers, so that a path's values can stay
-    /// in registers. (The register allocator does not know that a call is rare.)
+    /// The helper with Windows' calling convention, which preserves more registers, so that a path's values can stay in
+    /// registers. (The register allocator does not know that the call is rare.)
     pub(super) keeping: unsafe extern "C" fn(),
 }
 
@@ -138,7 +139,7 @@ macro_rules! or_stop {
     };
 }
 
-/// Returns from the whole region. The interpreter continues.
+/// Returns from the whole region, so that the interpreter continues.
 #[unsafe(naked)]
 unsafe extern "C" fn stop() {
     std::arch::naked_asm!(
@@ -151,8 +152,8 @@ unsafe extern "C" fn stop() {
 }
 
 /// Finds the host address of an access. Looks in the TLB first, because compiled code may not have looked there, and
-/// then calls `find`. Leaves two kinds of accesses to the interpreter: those that end beyond 4 GiB outside 64-bit mode,
-/// and those that fail. (The interpreter repeats such an access and raises its fault.)
+/// then calls `find`. Leaves the access to the interpreter if it ends beyond 4 GiB outside 64-bit mode, or fails. (The
+/// interpreter repeats an access that fails, and raises its fault.)
 fn access(
     cpu: &mut Cpu,
     lin: u64,
@@ -199,8 +200,8 @@ or_stop! {
 }
 
 or_stop! {
-    /// Returns the host address to which to store `bytes` bytes, if they are in one page, and the page has no decoded
-    /// code and is neither tracked nor watched.
+    /// Returns the host address to which to store `bytes` bytes. Leaves the store to the interpreter if the bytes are
+    /// not in one page, or the page has decoded code or is tracked or watched.
     PLACE_TO_STORE = find_store
 }
 
@@ -214,7 +215,7 @@ or_stop! {
     SETTLE = settle
 }
 
-/// Calls the interpreter's handler for the instruction `step`.
+/// Calls the interpreter's handler of the instruction `step`.
 pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
     let rip = cpu.state.rip;
     let moved;
@@ -232,14 +233,14 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
         Ok(()) => 0,
         Err(why) => {
             let why = cpu.outside_floats(|cpu| cpu.finish_fetched(op, why));
-            // `state.rip` stays in the region's page until the region is left, so the new RIP is stored elsewhere.
+            // While a region runs, `state.rip` must be in its page, so store the new RIP elsewhere.
             cpu.compiled.rip = std::mem::replace(&mut cpu.state.rip, rip);
             failed(cpu, why)
         }
     }
 }
 
-/// Whether a condition (the low four bits of Jcc's opcode) holds for the recorded flags.
+/// Returns 1 if a condition holds for the recorded flags, else 0. `condition` is the low four bits of Jcc's opcode.
 pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
     let holds: fn(&Cpu) -> bool = flags::by_condition!(condition, Cpu::condition);
     holds(cpu).into()
@@ -252,7 +253,7 @@ pub(super) struct Divided {
     remainder: u64,
 }
 
-/// Divides a number of 128 bits, whose upper half is below the divisor.
+/// Divides a 128-bit number, whose upper half is less than the divisor.
 pub(super) extern "C" fn divide(_: &mut Cpu, low: u64, high: u64, divisor: u64) -> Divided {
     let (quotient, remainder) = Now::new().quotient((low, high), divisor);
     Divided {

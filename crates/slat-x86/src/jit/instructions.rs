@@ -1,4 +1,4 @@
-//! Translates single instructions: near branches, moves, integer arithmetic, the stack.
+//! Translates general instructions: near branches, moves, integer arithmetic, and the stack.
 
 use super::Tier;
 use super::condition::Flags;
@@ -16,7 +16,7 @@ fn is_word(register: Register, size: u8) -> bool {
 }
 
 impl Translator<'_> {
-    /// Translates a near branch. Before any other instruction that ends a block, leaves the region.
+    /// Translates a near branch. For another instruction that ends a block, leaves the region before the instruction.
     pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
         let next = insn.next_ip();
         let (code, size) = (insn.code(), op.size);
@@ -52,7 +52,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Continues at `target` if `taken` is not 0, otherwise at `next`.
+    /// Emits a branch: continues at `target` if `taken` is not 0, else at `next`.
     fn fork(&mut self, taken: Value, target: u64, next: u64) {
         if !self.keeps_values(target) && !self.keeps_values(next) {
             self.write_registers();
@@ -66,7 +66,7 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// Translates RET. If the RET leads to the instruction after a CALL of the path, continues in the path.
+    /// Translates RET. If it returns to the instruction after a CALL of the path, the path continues there.
     fn ret(&mut self, op: &Op) {
         let bytes = 1 << op.size;
         let rsp = self.stack_at(0, bytes);
@@ -90,7 +90,7 @@ impl Translator<'_> {
         self.goto(back);
     }
 
-    /// Translates LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ, which do not change the flags.
+    /// Translates LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. They do not change the flags.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
         let size = op.address_size.trailing_zeros() as u8;
         let count = self.get(1, size);
@@ -115,21 +115,21 @@ impl Translator<'_> {
         self.fork(taken, op.imm, insn.next_ip());
     }
 
-    /// Returns a branch's target as a 64-bit value. Leaves the instruction to the interpreter if the target may not be
-    /// canonical.
+    /// Returns the target of an indirect branch as a 64-bit value. The code leaves the instruction to the interpreter
+    /// if the target may not be canonical.
     fn target(&mut self, target: Value) -> Value {
         if !self.is_64() {
             return self.wide(target);
         }
         let high = self.b.ins().sshr_imm(target, 47);
         let high = self.b.ins().iadd_imm(high, 1);
-        // In a canonical address, the upper bits are 0 or -1.
+        // The upper bits of a canonical address are all 0 or all 1.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
         self.interpret_if(strange);
         target
     }
 
-    /// Leaves the instruction to the interpreter if `condition` is not 0.
+    /// The emitted code leaves the instruction to the interpreter if `condition` is not 0.
     pub(super) fn interpret_if(&mut self, condition: Value) {
         self.prepare_stop();
         let (bail, fine) = (self.cold(), self.b.create_block());
@@ -139,7 +139,7 @@ impl Translator<'_> {
         self.b.switch_to_block(fine);
     }
 
-    /// Translates an instruction that does not end the block. `None`: there is no translation, and nothing was done.
+    /// Translates an instruction that does not end the block. Returns `None` without effect if there is no translation.
     pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -195,8 +195,8 @@ impl Translator<'_> {
             Cwd | Cdq | Cqo => self.sources::<moves::Spread>(op),
             Xchg => self.exchange(op),
             Xadd => self.exchange_and_add(op),
-            // With a register as the destination, the instruction is not translated: which part of the register is
-            // written depends on the comparison.
+            // CMPXCHG is translated only with memory as the destination: the comparison decides which part of a
+            // register is written.
             Cmpxchg if op.r[0] == MEM => self.compare_and_exchange(op),
             _ if insn.condition_code() != ConditionCode::None => {
                 let condition = condition_number(insn.condition_code());
@@ -239,8 +239,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Replaces the first operand, a register or memory, by a value computed from the old one. Returns the old and the
-    /// new value.
+    /// Replaces the first operand, a register or memory, by a value that `change` computes from it. Returns the old and
+    /// the new value.
     pub(super) fn change(
         &mut self,
         op: &Op,
@@ -279,7 +279,7 @@ impl Translator<'_> {
         });
         self.set(other, size, old);
         if op.r[0] != MEM {
-            // The sum is written last, because source and destination may be the same register.
+            // Write the sum last: source and destination may be the same register.
             self.set(op.r[0], size, new);
         }
         self.set_flags(flags);
@@ -293,7 +293,7 @@ impl Translator<'_> {
             let is_equal = this.is_equal(old, expected);
             this.select(is_equal, value, old)
         });
-        // If the comparison succeeds, no part of RAX changes.
+        // If the comparison succeeds, all of RAX stays unchanged.
         let kept = self.get(0, 3);
         self.set(0, size, old);
         let loaded = self.get(0, 3);
@@ -305,7 +305,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// Returns the condition that operation `A` has as an input.
+    /// Returns the flag or condition that operation `A` needs as an input.
     fn input_of<A: Operation>(&mut self) -> Value {
         match A::READS {
             Some(cc) => self.condition(cc),
@@ -313,7 +313,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Replaces the first operand by the result of operation `A` on it and `b`. CMP and TEST only set flags.
+    /// Replaces the first operand by the result of operation `A` on it and `b`. For CMP and TEST, only sets the flags.
     pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
         let input = self.input_of::<A>();
         let flags = if A::WRITES {
@@ -360,8 +360,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates shifts and rotates of a register of 4 or 8 bytes by CL. If the count is 0, they do not change the
-    /// flags. Rotates through the carry flag are not translated.
+    /// Translates shifts and rotates of a register of 4 or 8 bytes by CL, except rotates through CF. With a count of 0
+    /// they leave the flags unchanged.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if op.r[0] == MEM || size < 2 || A::READS.is_some() {
@@ -387,7 +387,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes to the first operand the result of operation `A` on the second and the third operand.
+    /// Writes the result of operation `A` on the second and the third operand to the first operand.
     pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
         let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
         let input = self.input_of::<A>();
@@ -396,7 +396,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// Translates MUL and IMUL with one operand. The product is in DX:AX of the operand size.
+    /// Translates MUL and IMUL with one operand, whose product goes to DX:AX, EDX:EAX or RDX:RAX.
     fn multiply_wide(&mut self, op: &Op) {
         let is_signed = op.mnemonic == Mnemonic::Imul;
         let b = self.operand(op, 0, op.size);

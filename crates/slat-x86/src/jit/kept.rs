@@ -1,56 +1,56 @@
-//! State that the translation of a path keeps in values instead of in the CPU: flags, vector registers, segments, and
-//! the last access.
+//! The state that the translation of a path keeps in Cranelift values, not in the CPU: flags, vector registers,
+//! segments, and the last access.
 
 use crate::sem;
 use cranelift_codegen::ir::Value;
 
-/// The operation that has set the arithmetic flags. Operands and result have the type of the operation's size. Truth
-/// values are 0 or 1 in 8 bits.
+/// The operation that has set the arithmetic flags. Operands and result have its operand size. Truth values are 8 bits
+/// that are 0 or 1.
 pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
-/// CF, for an instruction that does not change it.
+/// CF, in the flags of an instruction that does not change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Carry {
     /// CF is in the CPU's record.
     Recorded,
-    /// CF is this value: 0 or 1 in 8 bits.
+    /// CF is this value: 8 bits that are 0 or 1.
     Is(Value),
 }
 
-/// A segment that was found to be plain: usable, and not expand-down.
+/// A segment that was found to be plain: usable, and not expanding down.
 #[derive(Clone, Copy)]
 pub(super) struct PlainSegment {
     pub(super) base: Value,
     pub(super) limit: Value,
 }
 
-/// The values of the vector registers in a block: 16 lower halves, then 16 upper ones. All values are `I8X16`.
+/// The values of vector registers: first 16 lower halves, then 16 upper halves. All values are `I8X16`.
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     pub(super) known: [Option<Value>; 32],
-    /// The halves that are not written back yet, one bit for each half.
+    /// The halves that must be written back to the CPU: one bit for each half.
     pub(super) changed: u32,
-    /// The registers with floating-point results that no instruction has used yet, one bit for each register.
+    /// The registers with floating-point results that no instruction has used yet: one bit for each register.
     pub(super) computed: u32,
 }
 
-/// The right that an access needs for its page. The right to store includes the right to load.
+/// The right that an access needs. The right to store includes the right to load.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Load,
     Store,
 }
 
-/// The host memory of an access: `offset` bytes from a host address.
+/// The host memory of an access: `offset` bytes after a host address.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) host: Value,
     pub(super) offset: i32,
 }
 
-/// The last access. `None` after anything that may change the TLB. The access was at `distance` bytes from the linear
-/// address `lin`, which is `distance` bytes from the host address `host`. Later accesses nearby have the same `lin` and
-/// `host`. So they need not compute a host address, and both values keep their registers.
+/// The last access. Forgotten after everything that may change the TLB. The access was `distance` bytes after linear
+/// address `lin`, and `distance` bytes after host address `host`. Later accesses to the same page keep `lin` and
+/// `host`, so no new host address is computed, and both values stay in their registers.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     pub(super) lin: Value,

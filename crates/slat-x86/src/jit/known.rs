@@ -1,10 +1,10 @@
-//! A table of the compiled code of all CPUs, found by the guest code for which it was compiled. Code that was compiled
-//! once is not compiled again for another CPU, for another process that runs the same program, or for a process that
-//! maps the program at another address.
+//! A table of all compiled code of a process, found by the guest code for which it was compiled. Code that was compiled
+//! once is not compiled again for another CPU, for another guest process that runs the same program, or for a guest
+//! process that maps the program at another address.
 //!
-//! If a region is found here, only the requested block is known to match. The caller compares all of the region's code
-//! with memory before using the region (`Executor::adopt`). Regions that no block uses any more stay in the table until
-//! new regions need the memory.
+//! For a region that is found here, only the hash of the requested block is known to match. The caller compares all of
+//! the region's code with memory before using it (`Executor::adopt`). Regions that no block uses any more stay in the
+//! table until new regions need the memory.
 
 use crate::hash::Seeded;
 use crate::region::{Kind, Region};
@@ -13,11 +13,11 @@ use std::collections::HashMap;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};
 
-/// Regions, keyed by the hash of one of their blocks: of its kind, place and bytes.
+/// Regions by the hash of one of their blocks: of its kind, place and bytes.
 type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
-/// The regions, found by the blocks at which they can be entered. For each block, this is the newest region, or an
-/// older region of a better tier.
+/// The regions, found by the blocks at which they can be entered. For each block, the table has the newest region, or
+/// an older region of a better tier.
 pub(super) struct Known {
     entries: Mutex<Entries>,
     hasher: Seeded,
@@ -31,7 +31,7 @@ impl Known {
         }
     }
 
-    /// Returns the hash of a block, given as its kind, place and bytes.
+    /// Returns the hash of a block with this kind, place and these bytes.
     fn hash(&self, kind: Kind, place: u64, bytes: &[u8]) -> u64 {
         let words = bytes.chunks(8).map(|chunk| {
             let mut word = [0; 8];
@@ -42,7 +42,7 @@ impl Known {
         words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
-    /// Adds a region. If there is no memory for the entry, other CPUs will compile the same code again.
+    /// Adds a region. If there is no memory for its entries, other CPUs will compile the same code again.
     pub(super) fn add(&self, region: &Arc<Region>) {
         let mut entries = lock(&self.entries);
         if entries.try_reserve(region.source.blocks.len()).is_err() {
@@ -59,14 +59,14 @@ impl Known {
         }
     }
 
-    /// Returns the region that can be entered at a block, given as its kind, place and bytes.
+    /// Returns the region that can probably be entered at a block with this kind, place and these bytes.
     pub(super) fn at(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
         let hash = self.hash(kind, place, bytes);
         let found = lock(&self.entries).get(&hash).cloned();
         found.filter(|region| region.source.kind == kind)
     }
 
-    /// Removes all regions. A region to which a block still refers stays alive.
+    /// Removes all regions. A region to which a block refers stays alive.
     pub(super) fn clear(&self) {
         lock(&self.entries).clear();
     }

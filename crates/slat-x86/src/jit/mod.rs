@@ -1,23 +1,24 @@
-//! The compiler.
+//! The compiler of hot guest code.
 //!
 //! A block that has run often becomes part of a *region*: blocks of one page that follow one another, with their loops,
 //! compiled to one function of the host. A region can be entered at the beginnings of its `paths`. Separate threads
 //! compile ([`Compiler::work`]). Until a region is installed, the interpreter runs its code.
 //!
-//! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Most
-//! compiled code is only warm, so it must be compiled quickly. For this code, the `baseline` tier makes machine code in
-//! one pass. The caller interrupts each run every few milliseconds. The region that runs at that moment is a *sample*
-//! (`Executor::sampled`). At its second sample a region is compiled again by Cranelift, which makes faster code. So
-//! compiled code needs no counters, and Cranelift's total time is limited by the number of samples. (In a boot, most
-//! regions that are sampled once are never sampled again: waiting for the second sample saves two thirds of Cranelift's
-//! time.) Each tier has its own thread, because while code waits for the baseline tier, the interpreter runs it. With
-//! one thread for both tiers, a third of the code that was interpreted in a boot was such waiting code.
+//! There are two [tiers](Tier). Both begin with the same translation to Cranelift's intermediate language. Most
+//! compiled code is only warm, so it must be compiled quickly: the `baseline` tier makes machine code in one pass. To
+//! find hot code, the region that is running when the caller interrupts a run, which happens every few milliseconds, is
+//! taken as a *sample* (`Executor::sampled`). When a region is sampled for the second time, Cranelift compiles it again
+//! to faster code. So compiled code needs no counters, and the number of samples limits Cranelift's total time. (In a
+//! boot, most regions that are sampled once are never sampled again: waiting for the second sample saves two thirds of
+//! Cranelift's time.) Each tier has a thread of its own, because the interpreter runs the code that waits for the
+//! baseline tier. With one thread for both tiers, a third of the code that was interpreted in a boot was such waiting
+//! code.
 //!
-//! A region belongs to no CPU. Each CPU whose memory holds the region's guest code may use it (`known`). Each CPU
-//! attaches the region to its own blocks. The region is valid as long as its block is valid. Both are compared with
-//! memory together (`Executor::verify`), and the guest code of a region is in one page, whose version covers all of it
-//! (`code_pages`). A region cannot change its own guest code, because it leaves stores to pages with decoded code to
-//! the interpreter.
+//! A region belongs to no CPU. Each CPU whose memory holds the region's guest code may use it (`known`), and attaches
+//! it to its own blocks. The region is valid as long as the block is valid to which it is attached: both are compared
+//! with memory together (`Executor::verify`), and the guest code of a region is in one page, whose version covers all
+//! of it (`code_pages`). A region cannot change its own guest code, because it leaves stores to pages with decoded code
+//! to the interpreter.
 //!
 //! Code with segments is 16-bit code, and 32-bit code whose segments are not flat. The regions of such code, like its
 //! blocks, are identified by linear address and RIP. A region with segments is compiled for one base of CS
@@ -28,18 +29,18 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
+//! | `translate` | translates a region to a function in Cranelift's intermediate language |
 //! | `guest` | the decoded guest instructions |
 //! | `paths` | which blocks follow one another while registers and flags stay in SSA values |
 //! | `values` | registers and operands as values |
-//! | `compute` | the formulas of `sem` as code |
-//! | `instructions` | instructions with a translation of their own |
+//! | `compute` | emits the formulas of `sem` |
+//! | `instructions` | general instructions |
 //! | `bits` | instructions on bits, and wide arithmetic |
-//! | `vector` | vector instructions with a translation of their own |
+//! | `vector` | vector instructions that become instructions of Cranelift |
 //! | `elements` | vector instructions that reorder elements |
 //! | `float` | floating-point instructions |
-//! | `baseline` | from the intermediate language to machine code, in one pass |
-//! | `stub` | all other vector instructions, by the interpreter's stubs |
+//! | `baseline` | compiles the intermediate language to machine code in one pass |
+//! | `stub` | other vector instructions, by calls of the interpreter's stubs |
 //! | `address` | linear addresses: segments, the stack pointer |
 //! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
@@ -48,18 +49,18 @@
 //! | `kept` | the state that a path keeps in values |
 //! | `helpers` | the functions that compiled code calls |
 //! | `known` | all compiled code, found by its guest code |
-//! | `window` | the fields of a CPU that R15 reaches |
+//! | `window` | the position of R15 in the `Cpu` |
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering a region, and continuing in the next one |
 //!
-//! Module `region` has the regions themselves and the memory for them. Module `hot` has the CPU's side, which requests
-//! compilations and runs regions. Module `compiled` has the fields of a CPU that compiled code uses.
+//! Module `region` has the regions themselves. Module `hot` requests compilations for a CPU and runs regions. Module
+//! `compiled` has the fields of a CPU that compiled code uses.
 //!
 //! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the region, and
 //! RIP is in the region's page. A region is always left between two instructions, with all state written back. So
 //! faults are as precise as in the interpreter. After that the CPU continues directly in the region at the new RIP, if
-//! `Targets` has that region and its code is current. Each iteration of a loop, and each change to another region,
-//! checks `attention`.
+//! it is among the CPU's `Targets` and its code is current. Each iteration of a loop, and each change to another
+//! region, checks `attention`.
 //!
 //! [`Cpu`]: crate::Cpu
 
@@ -100,7 +101,7 @@ use slat_trace::{CompileRegion, point};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// The greatest number of bytes of compiled code in a process.
+/// The greatest size of all compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
 
 /// A job for a compiling thread.
@@ -113,23 +114,23 @@ struct Job {
     page: u64,
 }
 
-/// The results of jobs, until the CPU that requested them collects them.
+/// The results of jobs for one CPU, until the CPU collects them.
 #[derive(Default)]
 pub(crate) struct Done {
     /// The regions, each with the page of its guest code.
     pub(crate) regions: Vec<(Arc<Region>, u64)>,
-    /// Whether there was no memory for a region.
+    /// Whether a region was dropped for lack of memory.
     pub(crate) is_refused: bool,
 }
 
 /// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
-    /// The compiler's threads compile a block by the baseline tier after it has run often, and by Cranelift when its
-    /// region is sampled for the second time.
+    /// The compiler's threads compile a block with the baseline tier after it has run often, and with Cranelift when
+    /// its region is sampled for the second time.
     Hot,
-    /// The CPU's own thread compiles a block before the block runs for the first time. This is slow, and is for tests
-    /// of the compiler.
+    /// The CPU's own thread compiles a block before it runs for the first time. This is slow, and only for tests of the
+    /// compiler.
     AtOnce(Tier),
 }
 
@@ -159,14 +160,14 @@ impl Client {
         })
     }
 
-    /// Returns a compiled region that probably has an entry for a block, given as the block's kind, its place (RIP, or
-    /// the offset in its page if the kind is movable) and its bytes. The look-up compares hashes: the caller has to
+    /// Returns a region that can probably be entered at a block, given as the block's kind, its place (RIP, or the
+    /// offset in its page if the kind is movable) and its bytes. The look-up compares only hashes: the caller has to
     /// compare the region's code with memory.
     pub(crate) fn known(&self, kind: Kind, place: u64, bytes: &[u8]) -> Option<Arc<Region>> {
         self.compiler.known.at(kind, place, bytes)
     }
 
-    /// Requests a compilation, or compiles at once if the CPU's [`Compile`] says so.
+    /// Requests a compilation or, if the CPU's [`Compile`] says so, compiles at once.
     pub(crate) fn submit(&self, source: Source, page: u64, tier: Tier) {
         let job = Job {
             source,
@@ -190,8 +191,8 @@ impl Drop for Client {
     }
 }
 
-/// A region continues here if one of its guarded accesses has failed. Returns from the region. The result is the
-/// address of the access, which is in RAX.
+/// Returns from the region. The signal handler continues here if a guarded access of the region has failed, with the
+/// address of the access in RAX, which becomes the region's result.
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
@@ -201,11 +202,11 @@ unsafe extern "C" fn access_failed() {
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
-    /// The jobs of each tier.
+    /// The queues of jobs, one for each tier.
     jobs: [Jobs<Job>; 2],
-    /// The CPUs, by number, each with the results of its finished jobs.
+    /// The numbers of the CPUs, each with the results of its finished jobs.
     clients: Mutex<Vec<(u64, Done)>>,
-    /// The number that the next registered CPU gets.
+    /// The number for the next CPU that registers.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
@@ -220,19 +221,19 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. A thread for each tier must call [`work`](Self::work), unless all CPUs compile [at
+    /// Makes a compiler. For each tier, a thread must call [`work`](Self::work), unless all CPUs compile [at
     /// once](Compile::AtOnce).
     ///
     /// # Errors
-    /// [`OutOfMemory`] if the host gives no address space for code.
+    /// [`OutOfMemory`] if the host cannot reserve address space for code.
     pub fn try_new() -> Result<Arc<Self>, OutOfMemory> {
         Self::with(MEMORY)
     }
 
     pub(crate) fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let isa = slat_jit::isa(&[
-            // Optimising makes compilation a quarter slower, and does not make the code faster. (With optimising,
-            // `enable_alias_analysis` would have to be off, because other CPUs may change guest memory at any time.)
+            // Optimising makes compilation a quarter slower, and does not make the code faster. (It would also require
+            // that `enable_alias_analysis` is off, because other CPUs may change guest memory at any time.)
             ("opt_level", "none"),
             // `access_failed` needs the frame pointer to return from the region.
             ("preserve_frame_pointers", "true"),
@@ -250,22 +251,22 @@ impl Compiler {
         }))
     }
 
-    /// Registers the code with the signal handlers. Call before a CPU runs compiled code.
+    /// Registers the memory for code with the signal handlers. Call before a CPU runs compiled code.
     fn announce(&self) {
         let exit = access_failed as *const () as usize;
-        // SAFETY: at a guarded access a region has written back all state, and RBP points to its frame. If another
-        // compiler was registered, its regions belong to CPUs of a parent process.
+        // SAFETY: at a guarded access a region has written back the state of its checkpoint, and RBP points to its
+        // frame. If another compiler was registered, its regions belong to CPUs of a parent process.
         unsafe { self.arena.announce(exit) };
     }
 
-    /// Calls `observer` for all code that is compiled from now on, before the code runs, on the threads that compile. A
-    /// compiler has one observer. Further observers are ignored. The memory of code that is no longer used is later
+    /// Calls `observer` for each region that is compiled from now on, before it runs, on the thread that compiles. A
+    /// compiler has at most one observer: further ones are ignored. The memory of code that is no longer used is later
     /// used for other code.
     pub fn observe(&self, observer: fn(&CompiledCode)) {
         self.observer.get_or_init(|| observer);
     }
 
-    /// Compiles the jobs of a tier. Never returns. Call on a separate thread whose seccomp filter, if any, allows
+    /// Compiles the jobs of a tier. Never returns. Call on a separate thread, whose seccomp filter, if any, must allow
     /// `mprotect`.
     pub fn work(&self, tier: Tier) -> ! {
         let mut workshop = Workshop::default();
@@ -275,9 +276,9 @@ impl Compiler {
         }
     }
 
-    /// Does a job, and keeps the result until the job's CPU [takes](Self::take) it.
+    /// Does a job, and stores the result until the job's CPU [takes](Self::take) it.
     fn finish(&self, job: Job, workshop: &mut Workshop) {
-        // The same code may have been compiled for another CPU while this job waited.
+        // While this job waited, the same code may have been compiled for another CPU.
         let known = (job.source.blocks.first())
             .and_then(|(place, bytes)| self.known.at(job.source.kind, *place, bytes))
             .filter(|known| known.source == job.source && known.tier >= job.tier);
@@ -318,7 +319,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles a region by `tier`. If the baseline tier cannot compile it, compiles it by Cranelift.
+    /// Compiles a region for `tier`. If the baseline tier cannot compile it, Cranelift does.
     fn compile(
         &self,
         source: Source,
@@ -366,7 +367,7 @@ impl Compiler {
         })
     }
 
-    /// Copies the code that Cranelift has made to executable memory.
+    /// Copies code that Cranelift has made to executable memory.
     fn put_full(
         &self,
         compiled: &cranelift_codegen::CompiledCode,
@@ -383,7 +384,7 @@ impl Compiler {
         Ok((chunk, guarded))
     }
 
-    /// Removes and returns the finished work for a CPU.
+    /// Removes and returns the results of a CPU's finished jobs.
     pub(crate) fn take(&self, client: u64) -> Done {
         let mut clients = lock(&self.clients);
         let done = clients.iter_mut().find(|(number, _)| *number == client);
@@ -396,13 +397,13 @@ impl Compiler {
         self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Whether a job of a tier would be accepted: executable memory is allowed, and not too many jobs are waiting.
+    /// Whether a job of a tier would be accepted: executable memory is allowed, and not too many jobs wait.
     pub(crate) fn has_room(&self, tier: Tier) -> bool {
         !self.is_forbidden() && self.jobs[tier as usize].has_room()
     }
 }
 
-/// Allocations that are reused from one compilation to the next.
+/// Allocations of a compilation, which the next one reuses.
 struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,
@@ -410,7 +411,7 @@ struct Workshop {
 }
 
 impl Workshop {
-    /// Makes the function of a region in the intermediate language. Returns the region's steps.
+    /// Translates a region to a function in the intermediate language. Returns the region's steps.
     fn translate(&mut self, source: &Source, page: u64, tier: Tier) -> Box<[Step]> {
         let Workshop {
             context, builder, ..

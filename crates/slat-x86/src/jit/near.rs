@@ -1,14 +1,14 @@
-//! Finds host addresses from the last access. Programs access the words of a structure, or of the stack, one after
-//! another, and these words are usually in one page. If two addresses are computed from the same value, their distance
-//! is known at compile time.
+//! Finds host addresses from the last access. Programs often access the words of a structure, or of the stack, one
+//! after another, and these words are usually in one page. If two addresses are computed from the same value, their
+//! distance is known at compile time.
 //!
-//! Only the last access is remembered. Remembering the last four accesses was tried. In RSA's loops only three of eight
-//! TLB look-ups were left, but RSA took 7 % longer, because the remembered addresses occupy registers. A shell,
+//! Only the last access is remembered. Remembering the last four accesses was tried: in RSA's loops only three of eight
+//! TLB look-ups remained, but RSA took 7 % longer, because the remembered addresses occupy registers. A shell,
 //! checksums and gzip did not become faster.
 //!
 //! A loop could also keep the page of an access in values from one iteration to the next, and only compare the page.
-//! This was tried. gzip, checksums and sorting took the same time, within the noise, because the pages occupy registers
-//! and other values are spilled.
+//! This was tried, too: gzip, checksums and sorting took the same time, within the noise, because the pages occupy
+//! registers and other values are spilled.
 
 use super::kept::{Kind, LastAccess, Place};
 use super::translate::Translator;
@@ -18,11 +18,11 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// What is known about an access from the last access.
+/// How an access relates to the last access.
 pub(super) enum Near {
     Unknown,
-    /// If `is_same` is not 0, the access is in the page of the last access. Then its linear address is `distance` bytes
-    /// from `lin` of the last access, and its host address is `distance` bytes from `host`.
+    /// If `is_same` is not 0, the access is in the page of the last access, `distance` bytes after its `lin`. Then its
+    /// host address is `distance` bytes after the last access's `host`.
     If {
         is_same: Value,
         last: LastAccess,
@@ -31,16 +31,16 @@ pub(super) enum Near {
     Certain(Place),
 }
 
-/// The value from which an address has a fixed distance. If there is no value, the address is a constant.
+/// The value from which an address has a constant distance. `base` is `None` if the address is a constant.
 struct Origin {
     base: Option<Value>,
     distance: i64,
-    /// Whether the address is only the lower half of the sum of value and distance.
+    /// Whether the address is only the lower half (32 bits) of the sum of value and distance.
     is_half: bool,
 }
 
 impl Translator<'_> {
-    /// Returns what is known about an access at `lin` from the last access.
+    /// Returns how an access at `lin` relates to the last access.
     pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;
@@ -67,7 +67,7 @@ impl Translator<'_> {
             return Near::Certain(place);
         }
         // All bytes of both accesses must be in one page. If the last access crossed into another page, `host` is the
-        // address of a copy, which has no other bytes.
+        // address of a copy of only its bytes.
         let (first, end) = (distance.min(last.distance), end.max(last_end));
         let first_lin = self.moved(last.lin, first);
         let most = PAGE_SIZE - (end - first);
@@ -87,8 +87,8 @@ impl Translator<'_> {
     }
 
     /// Returns the origin of an address. In 32-bit code, an address is the lower half of a value. If a distance is
-    /// added after the lower half was taken, the sum may exceed 4 GiB. The lower half of a sum never does. So such a
-    /// sum is its own origin.
+    /// added to such a lower half, the sum may exceed 4 GiB, unlike the lower half of a sum. So a sum of this kind is
+    /// an origin of its own.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {
@@ -110,8 +110,8 @@ impl Translator<'_> {
         origin
     }
 
-    /// Returns the value whose lower half, zero-extended, is `value`. If `is_half`, also returns a value whose lower
-    /// half, truncated, is `value`.
+    /// If `value` is the lower half of another value, zero-extended, returns the other value. If `is_half`, also if
+    /// `value` is the lower half of another value as a 32-bit value.
     fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {
@@ -132,8 +132,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Emits the computation of an address again, for a use in rare code. So the frequent code need not keep the
-    /// address.
+    /// Emits the computation of an address again, for rare code, so that the frequent code need not keep the address in
+    /// a register.
     pub(super) fn again(&mut self, lin: Value) -> Value {
         let Origin {
             base,
@@ -151,8 +151,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the value from which an address has a fixed distance, and the distance. `None`: the
-    /// address itself is fixed.
+    /// Returns the value from which an address has a constant distance, and the distance. `None`: the address is a
+    /// constant, returned as the distance.
     pub(super) fn root(&self, lin: Value) -> (Option<Value>, i64) {
         let dfg = &self.b.func.dfg;
         let (mut value, mut distance) = (lin, 0i64);
@@ -176,8 +176,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the address `by` bytes after `lin`. If `lin` is already a sum, adds the two distances, so that the
-    /// result is a single sum, too.
+    /// Returns the address `by` bytes after `lin`. If `lin` is a sum of a value and a distance, changes the distance
+    /// instead of adding twice.
     pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
         match self.root(lin) {
             _ if by == 0 => lin,

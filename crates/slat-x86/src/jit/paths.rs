@@ -1,14 +1,13 @@
-//! Finds the paths of a region: blocks that follow one another while the guest's registers and flags
-//! stay in SSA values.
+//! Finds the paths of a region: sequences of blocks in which the guest's registers and flags stay in SSA values.
 //!
-//! Where a path begins and where it ends, all state is in the `Cpu`. Between the blocks of a path, the code does not
-//! write back values that the next block overwrites, does not read values again, and does not record flags that no
+//! At the beginning and at the end of a path, all state is in the `Cpu`. Between the blocks of a path, the code does
+//! not write back values that the next block overwrites, does not read values again, and does not record flags that no
 //! instruction reads.
 //!
-//! After a branch, a path continues at both targets, so a path is a tree of *nodes*. If several blocks lead to a block,
-//! it is in the tree several times. A path also continues at the target of a CALL, and after the matching RET if the
-//! address that the CALL has pushed is on the stack. A path ends before a block to which a branch leads back, because a
-//! loop is a separate path. It also ends before a block that would make the path too long.
+//! After a branch, a path continues at both targets, so a path is a tree of *nodes*. If several blocks of the path lead
+//! to a block, the tree has a node for each of them. A path also continues at the target of a CALL, and after the
+//! matching RET if the CALL is in the path. A path ends before a block to which a branch leads back, because a loop is
+//! a path of its own. It also ends before a block that would make the path too long.
 //!
 //! A region can be entered at the beginnings of its paths: at its first block, at loops, at functions that CALLs call,
 //! at the return addresses of CALLs, and where other paths end. If the CPU continues at another address, for example
@@ -19,8 +18,8 @@ use super::{Source, Step, Tier};
 use iced_x86::{FlowControl, Mnemonic};
 use std::collections::{HashMap, VecDeque};
 
-/// The greatest number of nodes of a path. The next constant is the greatest number of nodes of all paths together,
-/// without first nodes.
+/// The greatest number of nodes of a path. The next constant is the greatest number of nodes of all paths of a region;
+/// a path may still have a first node when it is reached.
 const NODES: usize = 16;
 const ALL_NODES: usize = 64;
 /// The greatest number of instructions from the beginning of a path to the end of one of its nodes.
@@ -32,14 +31,14 @@ pub(super) struct Node {
     pub(super) block: usize,
     /// The index of the step of the block's first instruction.
     pub(super) step: usize,
-    /// Whether a branch may lead from this node back to the beginning of its path.
+    /// Whether the path leads from this node back to its beginning, directly or through further nodes.
     pub(super) turns: bool,
-    /// The first node of the path. The next field is the node before this one.
+    /// The first node of the path. The next field is the node before this one in the path.
     root: usize,
     parent: Option<usize>,
-    /// The number of instructions of the path before this node.
+    /// The number of the path's instructions before this node.
     before: usize,
-    /// The nodes that follow this node, with their addresses.
+    /// The nodes that can follow this node, each with its guest address.
     next: Vec<(u64, usize)>,
     /// The return addresses that are on the stack when this node begins: CALLs of the path have pushed them, and no RET
     /// has popped them yet.
@@ -51,13 +50,13 @@ pub(super) struct Paths<'a> {
     source: &'a Source,
     blocks: &'a [Vec<Guest>],
     by_rip: HashMap<u64, usize>,
-    /// The first node of each path, by the index of its block.
+    /// For each block, the first node of the path that begins with it, if there is one.
     pub(super) roots: Vec<Option<usize>>,
     pub(super) nodes: Vec<Node>,
 }
 
 impl<'a> Paths<'a> {
-    /// Makes the paths of a region whose blocks have these instructions. Also returns the steps of all nodes.
+    /// Finds the paths of a region whose decoded blocks are `blocks`. Also returns the steps of all nodes.
     pub(super) fn new(
         source: &'a Source,
         blocks: &'a [Vec<Guest>],
@@ -79,19 +78,20 @@ impl<'a> Paths<'a> {
         (paths, steps)
     }
 
-    /// Returns the node for `rip` after `node`, if the path continues there.
+    /// Returns the node at which the path continues after `node` if RIP is `rip`. `None`: it does not continue.
     pub(super) fn next(&self, node: usize, rip: u64) -> Option<usize> {
         let mut next = self.nodes[node].next.iter();
         next.find(|(at, _)| *at == rip).map(|(_, node)| *node)
     }
 
-    /// Returns the address at which the path continues after the RET at the end of a node. `None`: the path ends there.
+    /// Returns the address at which the path continues after the RET at the end of a node. `None`: the path ends with
+    /// the RET.
     pub(super) fn back(&self, node: usize) -> Option<u64> {
         let back = *self.nodes[node].calls.last()?;
         self.next(node, back).map(|_| back)
     }
 
-    /// Returns the instructions of one iteration of a path that is a loop.
+    /// Returns the instructions that a loop can execute before it is back at its beginning `root`.
     pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
         let nodes = self
             .nodes
@@ -116,8 +116,8 @@ impl<'a> Paths<'a> {
         node
     }
 
-    /// Returns the addresses at which a path may continue after a block. Each has the return addresses that are then on
-    /// the stack.
+    /// Returns the addresses at which a path may continue after a block, each with the return addresses that are then
+    /// on the stack.
     fn after(&self, block: usize, calls: &[u64]) -> Vec<(u64, Vec<u64>)> {
         let Guest { insn, .. } = self.blocks[block].last().expect("an instruction");
         let (target, next) = (insn.near_branch_target(), insn.next_ip());
@@ -136,7 +136,7 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// Returns for each block whether a branch other than CALL leads back to it.
+    /// Returns, for each block, whether a branch other than CALL leads back to it.
     fn loops(&self) -> Vec<bool> {
         let mut loops = vec![false; self.blocks.len()];
         for (block, (rip, _)) in self.source.blocks.iter().enumerate() {
@@ -150,8 +150,8 @@ impl<'a> Paths<'a> {
         loops
     }
 
-    /// Grows a path from each block at which the region is often entered, and from each block before which another path
-    /// ends.
+    /// Grows a path from each block at which the region is likely to be entered, and from each block before which
+    /// another path ends.
     fn grow_all(&mut self) {
         let loops = self.loops();
         let mut is_root = loops.clone();
@@ -178,8 +178,8 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// Grows the path that begins with block `root` to at most `most` nodes. Returns the blocks before
-    /// which the path ends.
+    /// Grows the path that begins with block `root`, to at most `most` nodes. Returns the blocks before which the path
+    /// ends.
     fn grow(&mut self, root: usize, most: usize, loops: &[bool]) -> Vec<usize> {
         let (first, mut ends) = (self.add(root, None, Vec::new()), Vec::new());
         self.roots[root] = Some(first);
@@ -205,7 +205,7 @@ impl<'a> Paths<'a> {
         ends
     }
 
-    /// Whether a block may follow a node: the path does not become too long by it, and does not contain the block yet.
+    /// Whether a block may follow a node: the path does not become too long, and does not contain the block yet.
     fn fits(&self, block: usize, node: usize) -> bool {
         let Node {
             before,
@@ -217,7 +217,7 @@ impl<'a> Paths<'a> {
             && above.all(|node| self.nodes[node].block != block)
     }
 
-    /// Records that the path leads from a node back to its beginning.
+    /// Records that the path leads from a node back to its beginning: marks the node and those before it.
     fn turn(&mut self, node: usize) {
         let mut above = Some(node);
         while let Some(node) = above {

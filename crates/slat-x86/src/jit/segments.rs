@@ -1,6 +1,6 @@
-//! Translates moves from segment registers, and simple loads of segment registers: loads of ES, DS, FS and GS in modes
-//! in which selectors are paragraph numbers. Such a load needs only two stores. The interpreter executes all other
-//! loads.
+//! Translates moves from segment registers, and loads of ES, DS, FS and GS in real mode and virtual-8086 mode, where
+//! the base is 16 times the selector. Such a load needs only two stores. The interpreter executes all other loads of
+//! segment registers.
 
 use super::address::segment_offset;
 use super::translate::Translator;
@@ -12,12 +12,12 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// The number of the segment register CS. The next constant is the number of SS.
+/// The number of segment register CS. The next constant is the number of SS.
 const CS: u8 = 1;
 const SS: u8 = 2;
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
+    /// Translates a move from or to a segment register. Returns `None` without effect if there is no translation.
     pub(super) fn segment_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -59,7 +59,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Whether loads of a segment register are translated.
+    /// Whether loads of segment register `segment` are translated.
     fn loads(&self, segment: u8) -> bool {
         mode::has_paragraphs(self.mode) && ![CS, SS].contains(&segment)
     }
@@ -68,14 +68,14 @@ impl Translator<'_> {
         self.field(I16, segment_offset(segment) + offset_of!(Segment, selector))
     }
 
-    /// Returns a value zero-extended or truncated to another size.
+    /// Returns a value, zero-extended or truncated to another size.
     fn extended(&mut self, value: Value, size: u8) -> Value {
         let value = self.wide(value);
         self.narrow(value, size)
     }
 
-    /// Loads a segment register with a paragraph number. Limit and rights do not change. Call as the last step of an
-    /// instruction.
+    /// Loads a segment register as in real mode: the base becomes 16 times the selector; limit and rights stay. Call as
+    /// the last step of an instruction.
     fn load_paragraph(&mut self, segment: u8, selector: Value) {
         let at = segment_offset(segment);
         self.set_field(at + offset_of!(Segment, selector), selector);

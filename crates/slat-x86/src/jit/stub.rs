@@ -1,5 +1,5 @@
-//! Translates the vector instructions that the interpreter's stubs execute (`simd`). Compiled code puts the operands
-//! into the registers in which a stub expects them, and calls the stub.
+//! Translates vector instructions that the interpreter executes by stubs (`simd`): the code puts the operands into the
+//! registers in which the stub expects them, and calls the stub.
 
 use super::translate::Translator;
 use crate::op::{MEM, Op};
@@ -10,8 +10,8 @@ use cranelift_codegen::isa::CallConv;
 use iced_x86::Instruction;
 
 impl Translator<'_> {
-    /// Translates an instruction whose operands and result are vectors, by a call to its stub. `None`: the instruction
-    /// is of another kind, and nothing was done.
+    /// Translates an instruction whose operands and result are vectors to a call of its stub. Returns `None` without
+    /// effect for other instructions.
     pub(super) fn stub_instruction(
         &mut self,
         insn: &Instruction,
@@ -27,7 +27,7 @@ impl Translator<'_> {
         if plain.is_float {
             self.begin_floats();
         }
-        // The operand values for each register that the stub reads, by halves.
+        // For each register that the stub reads, the halves of its operand.
         let mut registers: Vec<Vec<Value>> = Vec::new();
         for k in plain.first..=plain.last {
             let values = match op.r[k] {
@@ -35,7 +35,7 @@ impl Translator<'_> {
                 _ => self.vector(op, k, halves, plain.is_aligned),
             };
             if registers.is_empty() {
-                // The stub only writes the registers before the first operand, so their values do not matter.
+                // The stub does not read the registers before the first operand, so any values will do.
                 registers.resize(plain.first, values.clone());
             }
             registers.push(values);
@@ -58,7 +58,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Reads a memory operand of 2 to 8 bytes into a vector whose other bytes are 0.
+    /// Reads a memory operand of 2 to 8 bytes, as a vector whose other bytes are 0.
     fn small_operand(&mut self, op: &Op, k: usize, bytes: usize) -> Value {
         let value = self.operand(op, k, bytes.trailing_zeros() as u8);
         let value = self.wide(value);
@@ -66,8 +66,8 @@ impl Translator<'_> {
         self.as_elements(value, I8X16)
     }
 
-    /// Emits a call to a stub. The vectors are in XMM0 and the following registers. The immediate is in RCX, the
-    /// register of the fourth integer argument.
+    /// Emits a call of a stub. The vectors are passed in XMM0 and the registers after it. The immediate is passed in
+    /// RCX, the register of the fourth integer argument.
     fn call_stub(&mut self, plain: &Plain, immediate: u8, vectors: &[Value]) -> Value {
         let integers = if plain.has_immediate { 4 } else { 0 };
         let kind = (vectors.len(), integers);

@@ -1,23 +1,23 @@
-//! From guest code to Cranelift's intermediate language.
+//! Translates guest code to Cranelift's intermediate language.
 //!
 //! A region is one function, which consists of *paths* of blocks (`paths`). At the beginning of each path, all state is
 //! in the [`Cpu`]. A path reads the general registers that it uses. At its end, and at checkpoints, it writes back what
-//! it has changed: registers, and the record of the flags (`flags::Lazy`). If a path leads to its own beginning, it
-//! keeps its registers in values from one iteration to the next. Otherwise a short loop would spend most of its time on
-//! writing them back. In the baseline tier each block is a separate path, because values that live longer need
-//! registers or slots, and assigning these is most of the work of compiling.
+//! it has changed: registers, and the record of the flags (`flags::Lazy`). If a path leads back to its own beginning,
+//! it keeps its registers in values from one iteration to the next; otherwise a short loop would spend most of its time
+//! writing them back. In the baseline tier each block is a path of its own: longer paths would have values that live
+//! longer, and assigning registers or slots to these is most of the work of compiling.
 //!
-//! A region is always left between two instructions. An access that misses in the TLB calls a helper. If the helper
-//! cannot make the access, the region stops at its *checkpoint*. A checkpoint is an instruction before which all state
-//! was in the CPU, and after which the path has stored nothing. The interpreter executes the instructions again from
-//! the checkpoint on. This is possible because until then these instructions have only changed values of the function
-//! and read memory, but not MMIO. So state is written back only before the first access after a store, and a sequence
-//! of loads needs no write-back. (If another CPU has stored meanwhile, the loads appear to be made later.) If
-//! `instructions` does not translate an instruction, the region calls the interpreter's handler. This instruction is
-//! also a checkpoint, and the region then reads the state that the handler has changed.
+//! A region is always left between two instructions. For an access that misses the TLB, the code calls a helper. If the
+//! helper cannot make the access, the region stops at its *checkpoint*: the last instruction before which all state was
+//! written to the CPU, and since which the path has stored nothing. The interpreter executes the instructions again
+//! from the checkpoint on. This is possible because since the checkpoint they have only changed values of the function
+//! and read memory, but not MMIO. So state must be written back only before the first access after a store, and a
+//! sequence of loads needs no write-back. (If another CPU has stored meanwhile, the loads appear to be made later.) If
+//! there is no translation of an instruction, the region calls the interpreter's handler. Such an instruction is also a
+//! checkpoint, and after it the region reads the state again that the handler may have changed.
 //!
-//! This file builds the function as a whole: its blocks, its state, and the ways to leave it. Module `walk` follows the
-//! paths, `guest` decodes the instructions, and `values` manages the registers.
+//! This file builds the function as a whole: its blocks, its state, and its exits. Module `walk` follows the paths,
+//! `guest` decodes the instructions, and `values` manages the registers.
 
 mod walk;
 
@@ -41,25 +41,25 @@ use iced_x86::{FlowControl, Instruction, InstructionInfoFactory};
 use std::collections::HashMap;
 use std::mem::offset_of;
 
-/// The Cranelift types of the operand sizes.
+/// The Cranelift types of the operand sizes, by the logarithm of the size in bytes.
 pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
 
-/// A block of the region.
+/// A block of the region in which a path begins.
 #[derive(Clone, Copy)]
 struct Head {
     block: Block,
     flags: FirstUse,
 }
 
-/// The beginning of each iteration of a path that is a loop.
+/// The beginning of an iteration of a path that is a loop.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// The guest address at which the iteration begins.
+    /// The guest address of the iteration's first instruction.
     rip: u64,
-    /// The Cranelift block of the iteration. Its parameters are the general registers that the instructions use, and
-    /// the counter of instructions.
+    /// The Cranelift block of the iteration. Its parameters are the general registers that the loop uses, and the
+    /// counter of instructions.
     block: Block,
-    /// The general registers among the parameters, one bit for each register.
+    /// The general registers among the parameters: one bit for each register.
     registers: u16,
     /// The counter of instructions among the parameters.
     count: Value,
@@ -82,9 +82,9 @@ pub(super) fn translate(
     steps
 }
 
-/// Returns the signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention
-/// preserves no registers: see `dispatch`. The parameter is the index of a block. It is never passed, because a region
-/// is entered at the beginnings of its paths.
+/// Returns the signature of a region, which returns a status or the offset of a set of targets (`dispatch`). The
+/// calling convention preserves no registers: see `dispatch`. The parameter, the index of a block, is never passed,
+/// because a region is entered directly at the beginnings of its paths.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -96,41 +96,41 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
     signature
 }
 
-/// The current position in a path, and the state there.
+/// The translator's position in a path, and what is known of the state there.
 #[derive(Clone)]
 pub(super) struct Now {
     pub(super) node: usize,
-    /// The guest address of the current block.
+    /// The guest address of the current block's first instruction.
     head: u64,
-    /// The step of the current instruction.
+    /// The index of the current instruction's step.
     step: usize,
     /// The number of the path's instructions before the current instruction.
     before: i64,
-    /// The step of the checkpoint. If `has_changed` is false, the region can still stop at that instruction, because
-    /// the CPU has all the state before it.
+    /// The index of the checkpoint's step. If `has_changed` is false, the region can stop at this instruction: the CPU
+    /// has all the state before it.
     checkpoint: usize,
-    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
+    /// Whether code since the checkpoint has changed guest memory, or the state in the CPU.
     pub(super) has_changed: bool,
     /// The values of the general registers. `None`: the register's value is only in the CPU.
     pub(super) gpr: [Option<Value>; 16],
-    /// The registers that are not written back yet, one bit for each register.
+    /// The general registers that must be written back to the CPU: one bit for each register.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
     /// The operation that was the last to set the flags.
     pub(super) flags: Flags,
-    /// Whether the CPU's record has these flags.
+    /// Whether these flags are in the CPU's record.
     pub(super) are_flags_recorded: bool,
-    /// Whether the host's MXCSR has the guest's value at this position.
+    /// Whether the host's MXCSR certainly has the guest's value here.
     pub(super) has_floats: bool,
     pub(super) last_access: Option<LastAccess>,
-    /// The base address of the code's page, if it was computed already.
+    /// The address of the code's page, if the path has computed it.
     page: Option<Value>,
-    /// The segment registers that were found to be plain, by number.
+    /// For each segment register, its base and limit if the path has found it to be plain.
     pub(super) segments: [Option<PlainSegment>; 6],
 }
 
 impl Now {
-    /// Returns the state at the beginning of a path that begins with `node`. All guest state is in the CPU there.
+    /// Returns the state at the beginning of a path with first node `node`: all guest state is in the CPU.
     fn new(node: usize) -> Self {
         Self {
             node,
@@ -162,29 +162,28 @@ pub(super) struct Translator<'a> {
     base: Option<Value>,
     pub(super) now: Now,
     heads: HashMap<u64, Head>,
-    /// The signatures of helpers. The key is the calling convention, the number of arguments besides the CPU, and the
-    /// number of results.
+    /// The signatures of helpers, by calling convention, number of arguments besides the CPU, and number of results.
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
-    /// The signatures of stubs, keyed by the numbers of vectors and of integers.
+    /// The signatures of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// The block in which the region stops. Its parameters are the step (the instruction at which the interpreter
-    /// continues) and the status.
+    /// The block that stops the region. Its parameters are the step at which the interpreter continues, and the status.
     stop: Block,
-    /// The beginning of the next iteration, if the path may lead to its own beginning.
+    /// The beginning of an iteration, if the path can lead back to its own beginning.
     turn: Option<Turn>,
-    /// Whether the region's code is the same for all pages. The next field is the page for which it is compiled.
+    /// Whether the region's code is the same for all pages of guest code. The next field is the page for which it is
+    /// compiled.
     is_movable: bool,
     page: u64,
-    /// The CPU's mode (`mode`).
+    /// The CPU's decoding mode (`mode`).
     pub(super) mode: u8,
     pub(super) tier: Tier,
-    /// The number of bytes of the current instruction's memory operand.
+    /// The size of the current instruction's memory operand in bytes.
     pub(super) operand_bytes: i64,
     /// Whether the current instruction's memory operand is relative to RIP.
     pub(super) is_relative: bool,
-    /// The index of the stack pointer's size.
+    /// The logarithm of the stack pointer's size in bytes.
     pub(super) stack: u8,
-    /// Whether offsets in ES, CS, SS and DS are not linear addresses.
+    /// Whether segments have bases and limits: offsets in ES, CS, SS and DS are not linear addresses.
     pub(super) has_segments: bool,
 }
 
@@ -238,12 +237,12 @@ impl<'a> Translator<'a> {
         translator
     }
 
-    /// Emits a jump, by index, to the blocks at the beginnings of paths. The jump is never executed. Cranelift needs
-    /// it, because it would drop blocks to which no branch leads.
+    /// Emits a jump, through a table, to the blocks at the beginnings of paths. It is never executed, but without it
+    /// Cranelift would drop blocks to which no branch leads.
     fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
         let first = self.heads[&source.blocks[0].0];
-        // Cranelift requires a default target, which is the first block.
+        // Cranelift requires a default target: take the first block.
         let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
             .map(|(rip, _)| {
                 let head = self.heads.get(rip).unwrap_or(&first);
@@ -256,7 +255,7 @@ impl<'a> Translator<'a> {
         self.b.ins().br_table(index, table);
     }
 
-    /// Adds the block that stops the region, and ends the function.
+    /// Emits the block that stops the region, and ends the function.
     fn finish(mut self) {
         let step = self.b.append_block_param(self.stop, I64);
         let status = self.b.append_block_param(self.stop, I64);
@@ -267,34 +266,33 @@ impl<'a> Translator<'a> {
         self.b.finalize();
     }
 
-    /// Returns a value that is not 0 if `attention` is set or code has changed.
+    /// Returns a value that is not 0 if the run must end or other CPUs have changed code.
     fn attention(&mut self) -> Value {
         let word = self.field(I64, offset_of!(Cpu, compiled.attention));
         (self.b.ins()).atomic_load(I32, MemFlags::trusted(), word)
     }
 
-    /// Begins a block. On entry to it, all of the guest's state is in the structure of the CPU, and none in the host's
-    /// registers.
+    /// Begins a block in which a path begins: all of the guest's state is in the `Cpu`.
     fn begin(&mut self, block: Block, node: usize) {
         self.b.switch_to_block(block);
         self.base = Some(self.b.ins().get_pinned_reg(I64));
         self.now = Now::new(node);
     }
 
-    /// Continues the translation in `block`, with the state at the branch to the block.
+    /// Continues the translation in `block`, with `now` as the state, as it was at the branch to the block.
     pub(super) fn resume(&mut self, block: Block, now: Now) {
         self.b.switch_to_block(block);
         self.now = now;
         self.mark_checkpoint();
     }
 
-    /// From this position on, a guarded access that fails stops at the present checkpoint.
+    /// Makes guarded accesses from here on stop at the current checkpoint if they fail.
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
     }
 
-    /// Returns the address of a place (an offset, see `region`) in the code's page or near it.
+    /// Returns the guest address of a place (see `region`), which is in the code's page or near it.
     pub(super) fn address(&mut self, place: i64) -> Value {
         if !self.is_movable {
             return self.constant(place);
@@ -310,7 +308,7 @@ impl<'a> Translator<'a> {
         self.moved(page, place)
     }
 
-    /// If `address` is the address of a place, returns the place.
+    /// If `address` was made by [`address`](Self::address), or is a constant, returns its place.
     fn place_of(&self, address: Value) -> Option<i64> {
         let (root, place) = self.root(address);
         (root == self.now.page || root.is_none()).then_some(place)
@@ -320,12 +318,12 @@ impl<'a> Translator<'a> {
         self.b.ins().iconst(I64, value)
     }
 
-    /// Returns R15.
+    /// Returns the value of R15.
     fn base(&self) -> Value {
         self.base.expect("within a block")
     }
 
-    /// Reads a field of `Cpu`.
+    /// Emits a load of a field of `Cpu`.
     pub(super) fn field(&mut self, ty: Type, offset: usize) -> Value {
         let base = self.base();
         self.b
@@ -333,7 +331,7 @@ impl<'a> Translator<'a> {
             .load(ty, MemFlags::trusted(), base, from_base(offset))
     }
 
-    /// Writes a field of `Cpu`.
+    /// Emits a store to a field of `Cpu`.
     pub(super) fn set_field(&mut self, offset: usize, value: Value) {
         let base = self.base();
         self.b
@@ -345,7 +343,7 @@ impl<'a> Translator<'a> {
         offset_of!(Cpu, state.gpr) + 8 * r
     }
 
-    /// Writes the registers that have changed to the CPU.
+    /// Emits stores of the changed registers to the CPU.
     pub(super) fn write_registers(&mut self) {
         let changed = std::mem::take(&mut self.now.changed);
         self.now.has_changed |= self.write_vectors() || changed != 0;
@@ -356,13 +354,13 @@ impl<'a> Translator<'a> {
         }
     }
 
-    /// Writes all state to the CPU.
+    /// Emits stores of all changed state to the CPU.
     pub(super) fn write_back(&mut self) {
         self.write_registers();
         self.record_flags();
     }
 
-    /// Makes the current instruction the checkpoint. Call before the instruction has had any effect.
+    /// Makes the current instruction the checkpoint. Call before the instruction has any effect.
     pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
         self.now.checkpoint = self.now.step;
@@ -370,15 +368,15 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Call before an access, or anything else that may stop the region. If the region cannot stop at the present
-    /// checkpoint any more, makes the current instruction the checkpoint.
+    /// Call before an access, or anything else that may stop the region. If the region can no longer stop at the
+    /// checkpoint, makes the current instruction the checkpoint.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();
         }
     }
 
-    /// Calls a helper with the CPU and `arguments`.
+    /// Emits a call of a helper. Its arguments are the CPU and `arguments`.
     pub(super) fn call(
         &mut self,
         helper: usize,
@@ -418,7 +416,7 @@ impl<'a> Translator<'a> {
         block
     }
 
-    /// Emits the code of `rare` so that it is executed only if `is_done` is 0.
+    /// Emits code that executes the code of `rare` only if `is_done` is 0.
     pub(super) fn unless(&mut self, is_done: Value, rare: impl FnOnce(&mut Self)) {
         let (missing, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(is_done, on, &[], missing, &[]);
@@ -428,8 +426,8 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
     }
 
-    /// Call when the current instruction is done. Adds the number of this path's instructions so far to the count of
-    /// executed instructions. Returns the sum.
+    /// Call at the end of the current instruction. Emits code that adds the number of this path's instructions so far
+    /// to the count of executed instructions. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, compiled.instructions);
         let before = match self.turn {
@@ -441,14 +439,15 @@ impl<'a> Translator<'a> {
         sum
     }
 
-    /// Call when the current instruction is done. Leaves the region. The CPU continues at `rip`.
+    /// Call at the end of the current instruction. Emits code that leaves the region, so that the CPU continues at
+    /// `rip`.
     pub(super) fn leave_for(&mut self, rip: Value) {
         self.write_back();
         self.count_done();
         self.leave_to(rip);
     }
 
-    /// Leaves the region when all state is in the CPU. The CPU continues at `rip`.
+    /// Emits code that leaves the region, so that the CPU continues at `rip`. All state must be in the CPU.
     fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
         let set = match self.place_of(rip) {
@@ -466,7 +465,8 @@ impl<'a> Translator<'a> {
         self.b.ins().return_(&[set]);
     }
 
-    /// Calls a helper, and returns its result. If the helper has no result, the region stops at the checkpoint.
+    /// Emits a call of a helper, and returns its result. If the helper has no result, the region stops at the
+    /// checkpoint.
     pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
@@ -474,7 +474,8 @@ impl<'a> Translator<'a> {
         self.call_keeping(helper, &arguments)
     }
 
-    /// Like [`call_or_stop`](Self::call_or_stop), but uses the calling convention that is best for the tier.
+    /// Like [`call_or_stop`](Self::call_or_stop), but does not add the step to the arguments. Uses the calling
+    /// convention that is best for the tier.
     pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),
@@ -483,31 +484,31 @@ impl<'a> Translator<'a> {
         self.call_as(convention, helper as usize, arguments, 1)[0]
     }
 
-    /// Stops the region before the current instruction, so that the interpreter executes it.
+    /// Emits code that stops the region before the current instruction, so that the interpreter executes it.
     pub(super) fn leave_to_interpreter(&mut self) {
         self.set_checkpoint();
         self.stop_for_interpreter();
     }
 
-    /// Stops the region at the checkpoint, so that the interpreter continues there.
+    /// Emits code that stops the region at the checkpoint, so that the interpreter continues there.
     pub(super) fn stop_for_interpreter(&mut self) {
         let status = self.constant(Status::Interpret as i64);
         self.stop_with(status);
     }
 
-    /// Stops the region at the checkpoint with this status.
+    /// Emits code that stops the region at the checkpoint with this status.
     fn stop_with(&mut self, status: Value) {
         debug_assert!(!self.now.has_changed);
         let step = self.address_of(self.now.checkpoint);
         (self.b.ins()).jump(self.stop, &[step.into(), status.into()]);
     }
 
-    /// Returns the address of a step.
+    /// Returns the address of the step with this index.
     fn address_of(&mut self, step: usize) -> Value {
         self.constant(&raw const self.steps[step] as i64)
     }
 
-    /// Translates an instruction. Returns whether it ends the block.
+    /// Translates the current instruction. Returns whether it ends the block.
     fn instruction(&mut self, insn: &Instruction) -> bool {
         let op = &self.steps[self.now.step].op;
         self.operand_bytes = insn.memory_size().size() as i64;
@@ -523,7 +524,7 @@ impl<'a> Translator<'a> {
         false
     }
 
-    /// Calls the interpreter's handler for the current instruction.
+    /// Emits a call of the interpreter's handler for the current instruction.
     fn handler(&mut self, insn: &Instruction) {
         self.set_checkpoint();
         let step = self.address_of(self.now.step);
@@ -545,7 +546,7 @@ impl<'a> Translator<'a> {
         self.forget_vectors();
     }
 
-    /// Returns a code address, truncated to the width that RIP has.
+    /// Returns a code address, truncated to RIP's width.
     fn wrapped(&self, rip: u64) -> u64 {
         match self.is_64() {
             true => rip,

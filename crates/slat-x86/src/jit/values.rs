@@ -6,7 +6,7 @@ use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Type, Value};
 
 impl Translator<'_> {
-    /// Returns the 64-bit value of a register.
+    /// Returns all 64 bits of a general register.
     pub(super) fn register(&mut self, r: usize) -> Value {
         match self.now.gpr[r] {
             Some(value) => value,
@@ -18,7 +18,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Reads a register with an operand size.
+    /// Reads a general register with an operand size.
     pub(super) fn get(&mut self, r: u8, size: u8) -> Value {
         let value = self.register(usize::from(r & 15));
         let value = match r >> 4 {
@@ -28,7 +28,7 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Returns the low part of a 64-bit value.
+    /// Truncates a 64-bit value to an operand size.
     pub(super) fn narrow(&mut self, value: Value, size: u8) -> Value {
         match size {
             3 => value,
@@ -36,7 +36,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns a value zero-extended to 64 bits.
+    /// Zero-extends a value to 64 bits.
     pub(super) fn wide(&mut self, value: Value) -> Value {
         let dfg = &self.b.func.dfg;
         if dfg.value_type(value) == I64 {
@@ -44,7 +44,7 @@ impl Translator<'_> {
         }
         let inst = dfg.value_def(value).inst();
         match inst.map(|inst| dfg.insts[inst]) {
-            // A constant is extended here. Otherwise Cranelift would load the extended constant from memory.
+            // Extend a constant here; otherwise Cranelift would load the extended constant from memory.
             Some(InstructionData::UnaryImm {
                 opcode: Opcode::Iconst,
                 imm,
@@ -57,7 +57,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Whether a 64-bit value is the zero-extension of a value of `ty` or of a smaller type.
+    /// Whether a 64-bit value was zero-extended from `ty` or from a smaller type.
     fn is_extended(&self, value: Value, ty: Type) -> bool {
         let dfg = &self.b.func.dfg;
         let bits = match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
@@ -76,8 +76,8 @@ impl Translator<'_> {
         dfg.value_type(value) == I64 && bits <= ty.bits()
     }
 
-    /// Writes a register with an operand size. A doubleword clears the upper half of the register. Smaller sizes do not
-    /// change the rest.
+    /// Writes a general register with an operand size. Writing 4 bytes clears the upper half of the register; writing 1
+    /// or 2 bytes leaves the rest unchanged.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
         self.now.changed |= 1 << number;
@@ -105,14 +105,14 @@ impl Translator<'_> {
             3 => self.constant(value),
             size => {
                 let ty = TYPES[usize::from(size)];
-                // Cranelift requires that the bits beyond the type are 0.
+                // Cranelift requires that the bits above the type's are 0.
                 let value = value & ((1i64 << bits) - 1);
                 self.b.ins().iconst(ty, value)
             }
         }
     }
 
-    /// Reads operand `k`.
+    /// Reads operand `k`: a register, memory or an immediate.
     pub(super) fn operand(&mut self, op: &Op, k: usize, size: u8) -> Value {
         match op.r[k] {
             MEM => {

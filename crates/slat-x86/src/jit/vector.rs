@@ -1,6 +1,6 @@
-//! Translates vector instructions: moves, and the operations of string functions. Each of these operations computes
-//! each element separately, and elements have at most 64 bits. So an operation on 256 bits becomes two operations on
-//! 128 bits. Cranelift has no wider vectors on this host.
+//! Translates vector instructions that become instructions of Cranelift: moves, and the operations that string
+//! functions use. Each of these operations computes each element separately, and elements have at most 64 bits. So an
+//! operation on 256 bits becomes two operations on 128 bits. Cranelift has no wider vectors on this host.
 
 use super::kept::{Place, Vectors};
 use super::translate::Translator;
@@ -15,11 +15,11 @@ use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
 
-/// A function that emits an operation on all elements, or only on the lowest element.
+/// A function that emits an operation on corresponding elements, or only on the lowest ones.
 pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
 
-/// Returns the numbers of the operands that are an instruction's two sources. Without VEX the destination is also the
-/// first source.
+/// Returns the numbers of the operands that are an instruction's two sources. Without VEX, the destination is the first
+/// source.
 pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
     match insn.encoding() == EncodingKind::VEX {
         true => [1, 2],
@@ -39,7 +39,7 @@ pub(super) fn type_of(elements: Elements) -> Type {
     }
 }
 
-/// Returns the element type and the operation of an instruction that has two sources with integer elements.
+/// Returns the element type and the operation of an instruction with two sources of integer elements.
 fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let ty = type_of(elements);
@@ -63,8 +63,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     Some((ty, operate))
 }
 
-/// If the instruction moves a whole register, returns whether its memory operand must be aligned. `None`: the
-/// instruction is of another kind.
+/// If an instruction moves a whole register, returns whether its memory operand must be aligned. `None`: it is another
+/// instruction.
 fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
     use Mnemonic::*;
     match mnemonic {
@@ -83,12 +83,12 @@ impl Translator<'_> {
         }
     }
 
-    /// Drops the values of the vector registers. Call after they were written back.
+    /// Forgets the values of the vector registers. Call after they were written back.
     pub(super) fn forget_vectors(&mut self) {
         self.now.vectors = Vectors::default();
     }
 
-    /// Writes back the vector registers that have changed. Returns whether any had changed.
+    /// Emits stores of the changed vector registers to the CPU. Returns whether there were any.
     pub(super) fn write_vectors(&mut self) -> bool {
         let changed = std::mem::take(&mut self.now.vectors.changed);
         self.now.vectors.computed = 0;
@@ -100,7 +100,7 @@ impl Translator<'_> {
         changed != 0
     }
 
-    /// Reads one half of a vector register. Half 0 is the lower half.
+    /// Returns a half of a vector register. Half 0 is the lower half.
     pub(super) fn half(&mut self, r: u8, half: usize) -> Value {
         let n = usize::from(r & 15) + 16 * half;
         match self.now.vectors.known[n] {
@@ -126,12 +126,13 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes Cranelift compute a value even if nothing uses it, because floating point also sets flags of MXCSR.
+    /// Makes Cranelift compute a value even if nothing uses it: a floating-point computation also sets flags of MXCSR.
     pub(super) fn keep_computed(&mut self, value: Value) {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
 
-    /// Like [`set_vector`](Self::set_vector), but for a floating-point result that was computed from `sources`.
+    /// Like [`set_vector`](Self::set_vector), but for a floating-point result. `sources` are the registers from which
+    /// it was computed.
     pub(super) fn set_computed(
         &mut self,
         insn: &Instruction,
@@ -147,8 +148,8 @@ impl Translator<'_> {
         self.now.vectors.computed |= bits(r);
     }
 
-    /// Writes one half of a vector register, or both halves. If a VEX instruction writes only one half, the other half
-    /// is cleared.
+    /// Writes the lower half, or both halves, of a vector register. If a VEX-encoded instruction writes only the lower
+    /// half, clears the upper half.
     pub(super) fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
         for (half, value) in halves.iter().enumerate() {
             self.set_half(r, half, *value);
@@ -165,7 +166,7 @@ impl Translator<'_> {
         self.b.ins().scalar_to_vector(I64X2, zero)
     }
 
-    /// Returns the bits of `value` as a vector with elements of another type.
+    /// Returns the bits of `value` as a vector with another type of elements.
     pub(super) fn as_elements(&mut self, value: Value, ty: Type) -> Value {
         match self.b.func.dfg.value_type(value) == ty {
             true => value,
@@ -176,15 +177,15 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the lower 64 bits of a register.
+    /// Returns the lower 64 bits of a vector register.
     pub(super) fn low_of(&mut self, r: u8) -> Value {
         let value = self.half(r, 0);
         let value = self.as_elements(value, I64X2);
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Returns the linear address of a memory operand of `halves` halves, and the index of a half's size. If the
-    /// address must be aligned and is not, leaves the instruction to the interpreter, which raises #GP.
+    /// Returns the linear address of a memory operand of `halves` halves, and the logarithm of its size. If it must be
+    /// aligned and is not, the code leaves the instruction to the interpreter, which raises #GP.
     fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
         let lin = self.lin(op);
         let bytes = 16 * halves;
@@ -195,7 +196,7 @@ impl Translator<'_> {
         (lin, bytes.trailing_zeros() as u8)
     }
 
-    /// Reads operand `k`, a register or memory. Returns `halves` halves.
+    /// Reads operand `k`, a register or memory, as `halves` halves.
     pub(super) fn vector(
         &mut self,
         op: &Op,
@@ -219,8 +220,8 @@ impl Translator<'_> {
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
         let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
-            // The store of the second half may fail after the store of the first half. Loads before this instruction
-            // must not be repeated in this case.
+            // The store of the second half may fail after that of the first half. Then the interpreter must not repeat
+            // loads from before this instruction.
             self.set_checkpoint();
         }
         let Place { host, offset } = self.place_to_store(lin, size);
@@ -232,7 +233,7 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Translates a vector instruction. `None`: there is no translation, and nothing was done.
+    /// Translates a vector instruction. Returns `None` without effect if there is no translation.
     pub(super) fn vector_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let vex = insn.encoding() == EncodingKind::VEX;
@@ -288,7 +289,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes to the first operand the result of an operation on two sources.
+    /// Writes the result of an operation on two sources to the first operand.
     pub(super) fn operate(
         &mut self,
         insn: &Instruction,
@@ -313,8 +314,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Translates MOVD and MOVQ, between a vector register and a register or memory. The upper bits of a vector
-    /// register are cleared.
+    /// Translates MOVD and MOVQ between a vector register and a general register or memory. The upper bits of a vector
+    /// register become 0.
     fn move_low(&mut self, insn: &Instruction, op: &Op) {
         let is_vector = |k| insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_xmm();
         let bytes = match (0..2).find(|k| !is_vector(*k)) {
@@ -340,7 +341,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Fills a register with the lowest element of the source.
+    /// Fills all elements of a register with the lowest element of the source.
     fn broadcast(&mut self, insn: &Instruction, op: &Op, size: u8, halves: usize) {
         let element = match op.r[1] {
             MEM => self.operand(op, 1, size),

@@ -1,44 +1,43 @@
 //! The STLB, the second level of the software TLB: translations of several address spaces, for data and code.
 //!
-//! After a miss in the first level, the CPU looks here before the machine walks the guest's tables. An access of the
-//! guest never uses an entry of the STLB directly. When a page is entered into the first level, decoded code and
-//! watchpoints of the page are looked up elsewhere. So the STLB has no data about them.
+//! After a miss of the first level, the CPU looks into the STLB before the machine walks the guest's tables. The
+//! guest's accesses never use an entry of the STLB directly. The STLB knows nothing of decoded code and watchpoints:
+//! the CPU looks for these when it enters a page into the first level.
 //!
 //! A translation belongs to one address space, or is *global*. A global translation is valid in every space of its
-//! world. A *world* is the guest itself, or one of the nested guests that the guest runs as a hypervisor (SVM: an
-//! ASID). A space has a name (world and PCID) and a number. The space's translations contain this number. A flush gives
-//! the space a new number, so that it need not change any entry. Global translations contain a number of their world.
-//! When all numbers are used up, all entries are dropped.
+//! world. A *world* is the guest itself, or a nested guest (an ASID of SVM). A space has a name (world and PCID) and a
+//! number. The space's translations contain the number. To drop them, a flush gives the space a new number, without
+//! changing any entry. Global translations contain a number of their world. When all numbers are used up, all entries
+//! are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
 use std::ptr::NonNull;
 
-/// The number of sets. The next constant is the number of entries in a set: those that fit into a cache line of the
+/// The number of sets. The next constant is the number of entries in a set, as many as fit into a cache line of the
 /// host.
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// The number of spaces that are remembered. This is more than the twelve PCIDs that Linux uses at the same time: for
-/// each of six processes, one for the kernel and one for the user.
+/// The number of spaces whose translations are kept. It is more than the twelve PCIDs that Linux uses at the same time:
+/// for each of six processes, one for the kernel and one for the user.
 const SPACES: usize = 16;
-/// The number of bits of the PCID in the name of a space. The world is in the bits above.
+/// The number of bits of the PCID in the name of a space. The bits above are the world.
 pub(crate) const PCID_BITS: u32 = 12;
-/// The number of worlds (the guest itself, and its nested guests by ASID), which is limited by the bits in the name of
-/// a space.
+/// The number of worlds (the guest itself, and its nested guests by ASID). The bits in the name of a space limit it.
 pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
 /// The number of different space numbers.
 const NUMBERS: u16 = 1 << 14;
 
-/// The parts of a key: bit 63, which is set in a used entry; the flag for global; the bits of the linear page number in
-/// which canonical addresses can differ; the table; the number of the space.
+/// The parts of a key: bit 63, which is set in a used entry; the flag of a global translation; the bits of the linear
+/// page number that can differ in canonical addresses; the table; the number of the space.
 const USED: u64 = 1 << 63;
 const GLOBAL: u64 = 1 << 62;
 const PAGE_BITS: u32 = 45;
 const PAGE_SHIFT: u32 = 16;
 const TABLE_SHIFT: u32 = 14;
 
-/// The parts of a value: the page's host address; the rights; the size of the guest's page, in bits.
+/// The parts of a value: the page's host address; the rights; the logarithm of the size of the guest's page.
 const READ: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
 const EXECUTE: u64 = 1 << 2;
@@ -56,7 +55,7 @@ struct Entry {
 impl Entry {
     const EMPTY: Entry = Entry { key: 0, value: 0 };
 
-    /// Whether this translation and the page number `page` belong to the same large page of the guest.
+    /// Whether this translation and the page with number `page` are in the same large page of the guest.
     fn is_part_with(&self, page: u64) -> bool {
         let bits = (self.value >> BITS_SHIFT & BITS_MASK) as u32;
         let same = (self.key >> PAGE_SHIFT ^ page) & PAGES;
@@ -90,29 +89,29 @@ fn world_of(name: u16) -> usize {
     usize::from(name >> PCID_BITS)
 }
 
-/// The translations of a page that are dropped.
+/// Which translations of a page to drop.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// The translations of the current space and the global translations, for INVLPG.
+    /// For INVLPG: those of the current space, and global ones.
     CurrentAndGlobal,
-    /// The translations of the space with this name, but not global translations, for INVPCID of type 0.
+    /// For INVPCID of type 0: those of the space with this name, but not global ones.
     Of(u16),
 }
 
-/// The second level. An STLB of zeroes is empty.
+/// The second level of the TLB. An STLB of zeroes is empty.
 pub(crate) struct Stlb {
     sets: [Set; SETS],
     spaces: [Space; SPACES],
-    /// The index of the space that is forgotten next.
+    /// The index of the space whose translations are given up next.
     oldest: usize,
-    /// The number of the current space. The next field is the number of its world's global translations, and the field
-    /// after that is the last number that was used.
+    /// The number of the current space. The next field is the number of its world's global translations. The field
+    /// after that is the last number that was given.
     current: u16,
     global: u16,
     last: u16,
     /// The number of each world's global translations; 0 if a world has no such number yet.
     globals: [u16; WORLDS],
-    /// The index in a set of the entry that is replaced next if no entry of the set is free.
+    /// The index, within a set, of the entry that is replaced next if the set is full.
     next_way: usize,
 }
 
@@ -122,13 +121,13 @@ impl Stlb {
         (page ^ page >> 11 ^ table << 9) as usize & (SETS - 1)
     }
 
-    /// Returns the page number and the table as parts of a key.
+    /// Returns the parts of a key that come from the page number and the table.
     #[inline(always)]
     fn place(table: u64, lin: u64) -> u64 {
         USED | (lin >> 12 & PAGES) << PAGE_SHIFT | table << TABLE_SHIFT
     }
 
-    /// Returns the translation of the page of `lin` for accesses that use `table`, if there is one and it allows
+    /// Returns the translation of the page of `lin` for accesses that use `table`, if the STLB has one that allows
     /// `access`.
     #[inline(always)]
     pub(super) fn find(&self, table: u64, lin: u64, access: Access) -> Option<HostPage> {
@@ -159,8 +158,8 @@ impl Stlb {
         })
     }
 
-    /// Enters the translation that the machine has just made for `access`. The right to execute is stored only if
-    /// `access` is a fetch.
+    /// Enters a translation, which the machine has just made for `access`. Stores the right to execute only if `access`
+    /// is a fetch.
     pub(super) fn enter(&mut self, table: u64, lin: u64, page: &HostPage, access: Access) {
         let place = Self::place(table, lin);
         let key = match page.global {
@@ -176,7 +175,8 @@ impl Stlb {
         let set = &mut self.sets[Self::index(lin >> 12, table)].0;
         let known = set.iter_mut().find(|entry| entry.key == key);
         if let Some(entry) = known {
-            // The page has an entry already, for a fetch or for a data access. The new entry has the rights of both.
+            // The page has an entry already, from another kind of access (fetch or data). If the host page is the same,
+            // the new entry has the rights of both.
             let same = (entry.value ^ value) & !0xfff == 0;
             entry.value = value | right(same, entry.value & EXECUTE);
             return;
@@ -213,8 +213,8 @@ impl Stlb {
         (self.spaces.iter_mut()).find(|space| space.is_known && space.name == name)
     }
 
-    /// Makes the space `name` the current space. It must be in another world than the current space. Its translations
-    /// stay valid.
+    /// Makes space `name` the current space. It must belong to another world than the current space. Its earlier
+    /// translations stay valid.
     pub(super) fn enter_world(&mut self, name: u16) {
         let world = world_of(name);
         if self.globals[world] == 0 {
@@ -224,8 +224,8 @@ impl Stlb {
         self.switch(name, true);
     }
 
-    /// Drops the translations of a world (the hypervisor's, or those of one ASID). If the world is the current one, the
-    /// caller must enter the world again.
+    /// Drops the translations of a world: the guest's own, or those of one ASID. If it is the current world, the caller
+    /// must enter the world again.
     pub(super) fn forget_world(&mut self, world: usize) {
         self.globals[world] = 0;
         for space in self.spaces.iter_mut().filter(|space| space.is_of(world)) {
@@ -233,14 +233,14 @@ impl Stlb {
         }
     }
 
-    /// Drops the translations of the current world. `name` becomes the current space.
+    /// Drops the translations of the current world, and makes space `name` the current space.
     pub(super) fn flush_world(&mut self, name: u16) {
         self.forget_world(world_of(name));
         self.enter_world(name);
     }
 
-    /// Makes the space `name` the current space. It must be in the current world. If `keeps`, its translations stay
-    /// valid.
+    /// Makes space `name` the current space. It must belong to the current world. If `keeps`, its earlier translations
+    /// stay valid.
     pub(super) fn switch(&mut self, name: u16, keeps: bool) {
         if keeps && let Some(space) = self.space_of(name) {
             self.current = space.number;
@@ -262,20 +262,20 @@ impl Stlb {
         }
     }
 
-    /// Drops the translations of the space `name`, which must not be the current space.
+    /// Drops the translations of space `name`, which must not be the current space.
     pub(super) fn forget(&mut self, name: u16) {
         if let Some(space) = self.space_of(name) {
             space.is_known = false;
         }
     }
 
-    /// Drops the translations of all spaces, but not global translations. `name` becomes the current space.
+    /// Drops the translations of all spaces, except global ones, and makes space `name` the current space.
     pub(super) fn flush_spaces(&mut self, name: u16) {
         self.forget_spaces();
         self.switch(name, false);
     }
 
-    /// Drops all translations of all worlds. `name` becomes the current space.
+    /// Drops all translations of all worlds, and makes space `name` the current space.
     pub(super) fn flush(&mut self, name: u16) {
         self.globals = [0; WORLDS];
         self.global = self.new_number();
@@ -370,8 +370,8 @@ mod tests {
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
     }
 
-    /// Checks that worlds do not share translations. Each world has a global translation and an ordinary translation of
-    /// the same page. The STLB must find neither of them in another world, nor after the world was forgotten.
+    /// Worlds do not share translations. Each world has a global and an ordinary translation of the same page. The STLB
+    /// must not find them in another world, nor after the world was forgotten.
     #[test]
     fn worlds_share_nothing() {
         let mut stlb = Pages::<Stlb>::zeroed().unwrap();

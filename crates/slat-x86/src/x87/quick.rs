@@ -1,16 +1,16 @@
 //! x87 instructions that the host executes with only their operands, without loading the whole x87 state.
 //!
-//! In the usual state, all exceptions are masked and none is pending. Usually the registers that an instruction reads
-//! are full, and a register to which it pushes is empty. Then the host's CPU needs only the operands, the guest's
-//! control word and the instruction. This module updates TOP, the tags and the sticky flags. Instructions that only
-//! move or free registers need no instruction of the host.
+//! In the usual state, all exceptions are masked and none is pending. Also, the registers that an instruction reads are
+//! usually full, and a register that it pushes is empty. Then the host's CPU needs only the operands, the guest's
+//! control word and the instruction. This module itself updates TOP, the tags and the sticky flags. Instructions that
+//! only move or free registers need no instruction of the host.
 //!
-//! In any other state, a handler calls the handler in the parent module, which is called the reference. Both handlers
-//! have the same results.
+//! In any other state, a handler of this module calls the instruction's handler in the parent module, which is called
+//! the *reference*. Both handlers have the same results.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `plan` | a handler's data about its instruction |
+//! | `plan` | what a handler has to know about its instruction |
 //! | `host` | executes an instruction of the host on the guest's registers |
 //! | `handlers` | the handlers |
 
@@ -27,8 +27,7 @@ use plan::{Plan, touched};
 pub(super) use handlers::LEFT;
 
 /// Returns the quick handler of an x87 instruction, and stores the handler's [`Plan`] in `op`. `None`: the instruction
-/// has no quick handler. A quick handler gives the host only the operands and the control word, not the whole state of
-/// the x87 unit.
+/// has no quick handler.
 pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
     let (reg, i) = (modrm >> 3 & 7, modrm & 7);
     let own = own_stub(op);
@@ -44,7 +43,7 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
     let handler: Handler = if own.is_on_memory() {
         match (opcode, reg) {
             (0xd8 | 0xda | 0xdc | 0xde, 2 | 3) => {
-                // FCOM and FICOM:
+                // The stub of FCOM and FICOM with memory operands:
                 plan.stub = Stub::on_memory(opcode, 2 << 3);
                 plan.pops = reg & 1;
                 examine_memory
@@ -74,8 +73,8 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
                 compare
             }
             (0xd8 | 0xdc | 0xde, 0 | 1 | 4.., _) => {
-                // The stub is FADDP ST(1), ST(0) or similar, after which one register remains. The operands of a
-                // subtraction have the same order in all three opcodes.
+                // Use the stub of FADDP ST(1), ST(0) or a similar instruction, after which one register remains on the
+                // host's stack. All three opcodes have the operands of a subtraction in the same order.
                 plan.stub = stub(0xde, 0xc1 | reg << 3);
                 if opcode != 0xd8 {
                     plan.destination = i;
@@ -91,27 +90,27 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
             (0xd9, 4, 4 | 5) => examine, // FTST, FXAM
             (0xd9, 5, 0..=6) => load_constant,
             (0xd9, 6, 1 | 3) | (0xd9, 7, 1) => {
-                // FYL2X, FPATAN and FYL2XP1:
+                // For FYL2X, FPATAN and FYL2XP1:
                 (plan.other, plan.destination, plan.pops) = (1, 1, 1);
                 calculate
             }
             (0xd9, 6, 5) | (0xd9, 7, 0 | 5) => {
-                // FPREM1, FPREM and FSCALE:
+                // For FPREM1, FPREM and FSCALE:
                 plan.other = 1;
                 reduce
             }
             (0xd9, 6, 6 | 7) => rotate,
-            // F2XM1, FSQRT, FRNDINT, FSIN and FCOS:
+            // For F2XM1, FSQRT, FRNDINT, FSIN and FCOS:
             (0xd9, 6, 0) | (0xd9, 7, 2 | 4 | 6 | 7) => calculate_alone,
             (0xda | 0xdb, 0..=3, _) => move_if,
             (0xda, 5, 1) | (0xde, 3, 1) => {
-                // FUCOMPP and FCOMPP:
+                // For FUCOMPP and FCOMPP:
                 plan.pops = 2;
                 compare
             }
             (0xdb, 4, 2) => clear_exceptions,
             (0xdb | 0xdf, 5 | 6, _) => {
-                // FUCOMI and FCOMI:
+                // For FUCOMI and FCOMI:
                 plan.stub = stub(0xdf, 0xc1 | reg << 3);
                 plan.pops = (opcode == 0xdf).into();
                 compare_to_flags

@@ -1,5 +1,5 @@
-//! Compares the handlers of `quick` with the reference on random states. Each form of an instruction has 400 states, or
-//! the number in `SLAT_X87_ROUNDS`.
+//! Compares the quick handlers with the reference on random states. Each form of an instruction runs on 400 states, or
+//! on as many as `SLAT_X87_ROUNDS` says.
 
 use super::*;
 use crate::CodePages;
@@ -7,7 +7,7 @@ use crate::machine::HostPage;
 use iced_x86::{Decoder, DecoderOptions};
 use std::ptr::NonNull;
 
-/// The address of the memory operand: offset 3 in a page that the TLB has.
+/// The address of the memory operand: at offset 3 of a page that the TLB has.
 const DATA: u64 = 0x20_0003;
 
 struct Random(u64);
@@ -32,13 +32,13 @@ impl Random {
         of[self.below(of.len() as u64) as usize]
     }
 
-    /// Returns a random value for a register: zero, normal, denormal, infinity, NaN or unsupported.
+    /// Returns a random value of a register: zero, normal, denormal, infinity, NaN or unsupported.
     fn register(&mut self) -> F80 {
         let sign = self.pick(&[0, 0x8000]);
         let exponent = match self.below(8) {
             0 => self.pick(&[0, 1, 0x7ffe, 0x7fff]),
             1 => self.next() as u16 & 0x7fff,
-            // These exponents are near the limits of single and double precision.
+            // Exponents near the limits of single and double precision.
             2 => self.pick(&[0x3c00, 0x3c01, 0x43ff, 0x3f80, 0x3f81, 0x407f]),
             _ => 0x3fff - 70 + self.below(140) as u16,
         };
@@ -64,7 +64,7 @@ impl Random {
         }
     }
 
-    /// Returns random bytes for the memory operand, often a special value in one of the formats.
+    /// Returns random bytes for the memory operand. Often they are a special value of one of the formats.
     fn memory(&mut self) -> [u8; 16] {
         let mut bytes = [0; 16];
         match self.below(6) {
@@ -99,7 +99,7 @@ impl Random {
         bytes
     }
 
-    /// Fills in a random x87 state. Most of these states are usual, and either only ST(7) is empty or no register is.
+    /// Makes a random x87 state. Most of these states are usual, with no register empty or only ST(7).
     fn state(&mut self, state: &mut State) {
         state.fcw = match self.below(10) {
             0 => 0x40 | self.next() as u16 & 0x1f3f,
@@ -164,7 +164,7 @@ impl Bench {
         Bench { cpu, page }
     }
 
-    /// Executes an operation. Returns the state and memory after it, and whether the reference executed it.
+    /// Executes an operation. Returns the state and the memory after it, and whether it was left to the reference.
     fn run(
         &mut self,
         op: &Op,
@@ -201,7 +201,7 @@ impl Bench {
     }
 }
 
-/// Returns the operation of an instruction, its handler in `quick` and its reference handler, if they differ.
+/// Returns the operation of an instruction with its quick handler and its reference handler. `None`: they are the same.
 fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     let insn = Decoder::with_ip(64, code, 0x1000, DecoderOptions::NONE).decode();
     if insn.is_invalid() {
@@ -209,7 +209,7 @@ fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     }
     let mode = 2;
     let (op, _) = crate::lower::alone(&insn, code, mode, 0, insn.len() as u8);
-    // A ModR/M byte in `op.r` may equal the number that means a memory operand.
+    // A ModR/M byte in `op.r` may equal the number that means a memory operand, so replace it.
     let mut again = op;
     again.r[MODRM] = crate::op::NONE;
     let reference = lower_reference(&insn, code[0], code[1], &mut again);
@@ -223,7 +223,7 @@ fn quick_handlers_do_what_the_reference_does() {
     let rounds = std::env::var("SLAT_X87_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
     let (mut forms, mut differ) = (0, vec![]);
     for opcode in 0xd8..=0xdf {
-        // The first forms have memory at RSI as their operand. The others have registers.
+        // The first forms have a memory operand at RSI, the others only registers.
         for modrm in (0..8).map(|reg| reg << 3 | 6).chain(0xc0..=0xff) {
             let Some((op, quick, reference)) = both(&[opcode, modrm]) else {
                 continue;
@@ -236,7 +236,7 @@ fn quick_handlers_do_what_the_reference_does() {
                 random.state(&mut other);
                 let memory = random.memory();
                 let (expected, _) = bench.run(&op, reference, &state, &memory);
-                // This run leaves random sticky flags in the host's status word.
+                // First leave random sticky flags in the host's status word.
                 bench.run(&op, quick, &other, &memory);
                 let (actual, was_left) = bench.run(&op, quick, &state, &memory);
                 if was_left {
@@ -254,7 +254,7 @@ fn quick_handlers_do_what_the_reference_does() {
                     wrong += 1;
                 }
             }
-            // FLD ST(7) never has a usual state, because it needs the same register both full and empty.
+            // FLD ST(7) never runs quickly, because it needs the same register both full and empty.
             let never = (opcode, modrm) == (0xd9, 0xc7);
             assert!(
                 left > 0 && (done > rounds / 20 || never),

@@ -1,4 +1,4 @@
-//! Edges between blocks: a branch moves values to the registers and slots in which the branch's target expects them.
+//! Edges between blocks: before a branch, values are moved to the registers and slots in which its target expects them.
 
 use super::places::State;
 use super::uses::arguments;
@@ -6,14 +6,14 @@ use super::{Generator, Reg, Result, Unknown};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, BlockCall, Value};
 
-/// The moves before a branch or a call. They put values where the target expects them.
+/// The moves before a branch or a call, which put values where its target expects them.
 #[derive(Default)]
 pub(super) struct Moves {
-    /// Moves to slots, which are made first.
+    /// Moves to slots. They are made first.
     slots: Vec<(u8, Value)>,
-    /// Moves from registers to registers, which are made next.
+    /// Moves from registers to registers. They are made second.
     registers: Vec<(Reg, Reg)>,
-    /// Moves from slots to registers, and constants for registers, which are made last.
+    /// Moves from slots, and of constants, to registers. They are made last.
     rest: Vec<(Reg, Value)>,
 }
 
@@ -24,8 +24,8 @@ impl Moves {
 }
 
 impl Generator<'_> {
-    /// Prevents the release of the values that the targets of a rare block expect. Returns these values. The caller
-    /// releases them at the end of the block.
+    /// Adds a use to each value that the targets of a rare block expect, so that the value stays alive. Returns these
+    /// values. The caller removes the uses at the end of the block.
     pub(super) fn hold_targets(&mut self, block: Block) -> Vec<Value> {
         let func = self.func;
         let mut held = Vec::new();
@@ -38,7 +38,7 @@ impl Generator<'_> {
                 return;
             };
             held.extend(entry.registers.into_iter().flatten());
-            // The target may also expect values in slots that are in registers here.
+            // The target may also expect values in slots which are now in registers.
             for value in generator.places.state.registers.into_iter().flatten() {
                 let slot = generator.places.known(value).slot();
                 held.extend(
@@ -53,12 +53,13 @@ impl Generator<'_> {
         held
     }
 
-    /// Whether a value is used in the block at `position`, or in a later block.
+    /// Whether a value is used in the block at `position` or in a later one.
     fn is_used_from(&self, value: Value, position: u32) -> bool {
         self.places.values[value.index()].last >= position
     }
 
-    /// Returns the moves for a branch. The first branch to a block decides where the block expects its values.
+    /// Returns the moves for a branch. If it is the first branch to its block, decides where the block expects its
+    /// values.
     fn moves(&mut self, call: &BlockCall) -> Result<Moves> {
         let func = self.func;
         let to = call.block(&func.dfg.value_lists);
@@ -66,11 +67,10 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // The target's code already exists. The values that it needs were kept only for the branches that were
-            // known when its code was made.
+            // The target's code was made already, and its values were kept only for the branches that were known then.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
-            // `count_block` could release a value that the branch passes as a parameter.
+            // `count_block` might release a value that the branch passes as a parameter.
             None if target.is_rare && !parameters.is_empty() => Err(Unknown),
             None => {
                 let (entry, moves) =
@@ -88,7 +88,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Decides where a block expects its values. All values stay where they are now. Each parameter gets a free
+    /// Decides where a block expects its values: all values stay where they are now, and each parameter gets a free
     /// register, or a slot if no register is free.
     fn decide(
         &mut self,
@@ -99,8 +99,8 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // If the block has other branches, no constant is kept in a register for it. The block loads constants
-            // again.
+            // If other branches lead to the block, they would have to load constants into registers for it. So the
+            // block loads constants itself.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -135,14 +135,14 @@ impl Generator<'_> {
         Ok((entry, moves))
     }
 
-    /// Returns a register that holds no value now, and will hold no value at the entry of the block.
+    /// Returns a register that holds no value now, and none when the block is entered.
     fn spare_in(&self, entry: &State, is_kept: bool) -> Option<Reg> {
         self.places.spare_but(is_kept, |register| {
             entry.registers[usize::from(register.0)].is_some()
         })
     }
 
-    /// Adds a move of `value` to the register `to`.
+    /// Adds a move of `value` to register `to`.
     pub(super) fn give(&self, moves: &mut Moves, to: Reg, value: Value) {
         match self.places.register(value) {
             Some(from) if from != to => moves.registers.push((to, from)),
@@ -151,7 +151,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the moves that put values where a block expects them. The block's `entry` was decided before.
+    /// Returns the moves for a branch to a block for which `entry`, the places of its values, was decided before.
     fn conform(
         &mut self,
         entry: State,
@@ -165,7 +165,7 @@ impl Generator<'_> {
             let register = Reg(register as u8);
             match given.iter().find(|(parameter, _)| *parameter == value) {
                 Some(&(_, value)) => self.give(&mut moves, register, value),
-                // If a value is neither in a register nor in a slot, nothing uses it after this branch.
+                // A value that is in no register and in no slot is not used after this branch.
                 None if self.is_somewhere(value) => self.give(&mut moves, register, value),
                 None => {}
             }
@@ -179,8 +179,8 @@ impl Generator<'_> {
                 moves.slots.push((slot, value));
             }
         }
-        // The block expects a value in a slot if the value was there at the first branch to the block. At this branch,
-        // such a value may be only in a register. Then it is moved to its slot.
+        // If a value was in a slot at the first branch to the block, the block expects it there. At this branch, the
+        // value may be in a register only: then move it to its slot.
         for value in self.places.state.registers.into_iter().flatten() {
             if let Some(slot) = self.places.known(value).slot()
                 && entry.saved >> slot & 1 != 0
@@ -200,9 +200,9 @@ impl Generator<'_> {
             || self.constant(value).is_some()
     }
 
-    /// Makes all moves as if they happened at the same time.
+    /// Emits the moves. They have the effect of being made at the same time.
     pub(super) fn make(&mut self, mut moves: Moves) {
-        // Values for slots are pushed on the stack first, and written to the slots after all other values have been
+        // First push the values for slots on the stack, and write them to the slots after all other values have been
         // read.
         for &(_, value) in &moves.slots {
             self.push(value);
@@ -216,7 +216,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Ends a block by a jump.
+    /// Emits a jump at the end of a block.
     pub(super) fn jump(&mut self, call: &BlockCall, next: Option<Block>) -> Result {
         let to = call.block(&self.func.dfg.value_lists);
         let moves = self.moves(call)?;
@@ -230,8 +230,8 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a block by two branches: to the first target if `condition` holds, otherwise to the second. The host's
-    /// flags are already set.
+    /// Emits two branches at the end of a block: to the first target if `condition` holds, else to the second one. The
+    /// host's flags are already set.
     pub(super) fn branch(
         &mut self,
         condition: u8,
@@ -239,13 +239,13 @@ impl Generator<'_> {
         next: Option<Block>,
     ) -> Result {
         let lists = &self.func.dfg.value_lists;
-        // The branch to the block that comes next in the code is made last.
+        // If one of the targets comes next in the code, branch to the other one first.
         let (condition, [first, second]) = match next == Some(calls[0].block(lists)) {
             true => (condition ^ 1, [calls[1], calls[0]]),
             false => (condition, calls),
         };
         let to = first.block(lists);
-        // The moves of the first branch must not release values that the second branch uses.
+        // The moves of the first branch must not release values that the second branch needs.
         let moves = self.moves(first)?;
         let label = self.targets[to.index()].label;
         if moves.is_empty() {

@@ -1,10 +1,10 @@
-//! Encodes the host's instructions that the baseline tier uses.
+//! Encodes the instructions of the host that the baseline tier uses.
 //!
-//! Nearly all of these instructions have the same form: an opcode, a register, and a register or memory.
+//! Nearly all of them have the same form: an opcode, a register, and a register or memory.
 
 use super::Reg;
 
-/// A label: a position in the code. The position may be set after the label is used.
+/// A label: stands for a position in the code that may become known only after branches to it were encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(u32);
 
@@ -16,11 +16,11 @@ pub(super) enum Place {
     Register(Reg),
     /// Memory at the address in a register, plus a displacement in bytes.
     Memory(Reg, i32),
-    /// Memory at the sum of two registers, plus a displacement in bytes. The second register is not RSP.
+    /// Memory at the sum of two registers, plus a displacement in bytes. The second register must not be RSP.
     Sum(Reg, Reg, i32),
 }
 
-/// Operations with two operands and the same encoding. The values are the numbers of the operations in it.
+/// Operations with two operands and the same encoding, in which the values are the numbers of the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Alu {
     Add = 0,
@@ -31,7 +31,7 @@ pub(super) enum Alu {
     Cmp = 7,
 }
 
-/// Shifts and rotations. The values are their numbers in the encoding.
+/// Shifts and rotations. The values are their numbers in the instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shift {
     Rol = 0,
@@ -41,8 +41,8 @@ pub(super) enum Shift {
     Sar = 7,
 }
 
-/// Operations with one operand. The values are their numbers in the encoding. The last three have RDX:RAX as a second,
-/// implicit operand.
+/// Operations with one operand. The values are their numbers in the instruction. The last three also use RDX:RAX
+/// implicitly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unary {
     Not = 2,
@@ -52,7 +52,7 @@ pub(super) enum Unary {
     Div = 6,
 }
 
-/// Counts of bits. The values are their opcodes.
+/// Counts of bits. The values are the instructions' opcodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Count {
     Ones = 0xb8,
@@ -60,21 +60,21 @@ pub(super) enum Count {
     LeadingZeros = 0xbd,
 }
 
-/// The width of an instruction's [`Place`] operand, as far as it affects the encoding. In a byte instruction without a
-/// prefix, the register numbers 4 to 7 mean AH, CH, DH and BH.
+/// The width of an instruction's [`Place`] operand, as far as it matters for the encoding. In a byte instruction
+/// without a prefix, the register numbers 4 to 7 would mean AH, CH, DH and BH.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Width {
     Sized,
     Byte,
 }
 
-/// Code under construction. Sizes are given as indices: 0 to 3 for 1, 2, 4 and 8 bytes.
+/// Code that is being assembled. Sizes are logarithms of bytes: 0 to 3 for 1, 2, 4 and 8 bytes.
 #[derive(Default)]
 pub(super) struct Assembler {
     pub(super) code: Vec<u8>,
     labels: Vec<u32>,
-    /// The positions of the four-byte offsets in branches. Each has the label to which the branch jumps. The offset
-    /// counts from its own end.
+    /// The positions of the four-byte offsets in branches, with the labels to which the branches jump. An offset is
+    /// relative to its own end.
     uses: Vec<(u32, Label)>,
 }
 
@@ -94,7 +94,7 @@ impl Assembler {
         Label(self.labels.len() as u32 - 1)
     }
 
-    /// Gives a label the current position.
+    /// Gives a label the current position in the code.
     pub(super) fn place(&mut self, label: Label) {
         self.labels[label.0 as usize] = self.at();
     }
@@ -114,7 +114,7 @@ impl Assembler {
         self.labels[label.0 as usize]
     }
 
-    /// Fills in the offsets of all branches. Call when all labels that are used have positions.
+    /// Fills in the offsets of all branches. Call when all labels with branches have positions.
     pub(super) fn link(&mut self) {
         for (at, label) in self.uses.drain(..) {
             let to = self.labels[label.0 as usize];
@@ -129,8 +129,8 @@ impl Assembler {
         self.code.extend_from_slice(bytes);
     }
 
-    /// Encodes an instruction. `prefix` 0 means no prefix. An `opcode` above FF follows the byte 0F. `reg` is a
-    /// register, or a part of the opcode.
+    /// Encodes an instruction. `prefix` 0 means no prefix. An `opcode` above 0xff is encoded after the byte 0x0f. `reg`
+    /// is a register, or a part of the opcode.
     fn instruction(
         &mut self,
         size: u8,
@@ -171,7 +171,7 @@ impl Assembler {
             Place::Register(_) => self.code.push(0xc0 | form),
             Place::Memory(_, disp) | Place::Sum(_, _, disp) => {
                 let short = i8::try_from(disp);
-                // With the base RBP or R13, the encoding needs a displacement, even if it is 0.
+                // With base RBP or R13, a displacement is needed, even if it is 0.
                 self.code.push(match (disp, short) {
                     (0, _) if low != 5 => form,
                     (_, Ok(_)) => 0x40 | form,
@@ -187,7 +187,7 @@ impl Assembler {
         }
     }
 
-    /// Encodes an instruction whose opcode depends on the size: `opcode` for bytes, `opcode` + 1 for larger sizes.
+    /// Encodes an instruction whose opcode depends on the size: `opcode` for bytes, `opcode + 1` for larger sizes.
     fn sized(&mut self, size: u8, opcode: u16, reg: u8, place: Place) {
         let width = if size == 0 { Width::Byte } else { Width::Sized };
         self.instruction(size, width, 0, opcode | u16::from(size != 0), reg, place);
@@ -222,7 +222,7 @@ impl Assembler {
         }
     }
 
-    /// Compares a register with 0.
+    /// Compares a register with 0 (TEST).
     pub(super) fn test(&mut self, size: u8, register: Reg) {
         self.sized(size, 0x84, register.0, Place::Register(register));
     }
@@ -271,7 +271,7 @@ impl Assembler {
         }
     }
 
-    /// Reads a register or memory, zero-extended.
+    /// Loads a register or memory, zero-extended to 64 bits.
     pub(super) fn zero_extend(&mut self, size: u8, to: Reg, from: Place) {
         match size {
             0 => self.instruction(2, Width::Byte, 0, 0x1b6, to.0, from),
@@ -280,7 +280,7 @@ impl Assembler {
         }
     }
 
-    /// Reads a register and sign-extends it to 64 bits.
+    /// Copies a register, sign-extended to 64 bits.
     pub(super) fn sign_extend(&mut self, size: u8, to: Reg, from: Reg) {
         let from = Place::Register(from);
         match size {
@@ -300,7 +300,7 @@ impl Assembler {
         self.immediate(size, value);
     }
 
-    /// Computes with a memory operand.
+    /// Computes `to` = `to` op `from`.
     pub(super) fn alu_with(&mut self, alu: Alu, size: u8, to: Reg, from: Place) {
         self.sized(size, (alu as u16) << 3 | 2, to.0, from);
     }
@@ -326,13 +326,13 @@ impl Assembler {
         self.instruction(3, Width::Sized, 0, 0x8d, to.0, place);
     }
 
-    /// Sets a byte register to 1 if `condition` (0 to 15) holds, otherwise to 0.
+    /// Sets a byte register to 1 if `condition` (0 to 15) holds, else to 0.
     pub(super) fn set(&mut self, condition: u8, to: Reg) {
         let opcode = 0x190 | u16::from(condition);
         self.instruction(2, Width::Byte, 0, opcode, 0, Place::Register(to));
     }
 
-    /// Copies a doubleword or quadword if a condition holds.
+    /// Copies 4 or 8 bytes if a condition holds (CMOVcc).
     pub(super) fn mov_if(&mut self, condition: u8, size: u8, to: Reg, from: Reg) {
         let opcode = 0x140 | u16::from(condition);
         self.instruction(size, Width::Sized, 0, opcode, to.0, Place::Register(from));
@@ -350,7 +350,7 @@ impl Assembler {
         );
     }
 
-    /// Reverses the bytes of a doubleword or a quadword.
+    /// Reverses the order of 4 or 8 bytes in a register.
     pub(super) fn swap_bytes(&mut self, size: u8, register: Reg) {
         let rex = u8::from(size == 3) << 3 | register.0 >> 3;
         if rex != 0 {
@@ -359,8 +359,8 @@ impl Assembler {
         self.bytes(&[0x0f, 0xc8 | register.0 & 7]);
     }
 
-    /// Atomically compares memory with RAX, and stores `new` if they are equal. Afterwards, RAX is the old content of
-    /// memory.
+    /// Compares memory with RAX, and stores `new` in memory if they are equal, atomically. Afterwards RAX is the old
+    /// content of memory.
     pub(super) fn compare_exchange(&mut self, size: u8, address: Reg, new: Reg) {
         self.code.push(0xf0);
         self.sized(size, 0x1b0, new.0, Place::Memory(address, 0));
@@ -380,9 +380,9 @@ impl Assembler {
         self.use_of(label);
     }
 
-    /// Restores the stack pointer and the frame pointer, and returns from the function.
+    /// Restores the stack pointer and the frame pointer, and returns from the compiled function.
     pub(super) fn leave(&mut self) {
-        // mov rsp,rbp; pop rbp; ret
+        // The instructions are `mov rsp,rbp`, `pop rbp` and `ret`.
         self.bytes(&[0x48, 0x89, 0xec, 0x5d, 0xc3]);
     }
 }

@@ -1,9 +1,9 @@
-//! Fusion: finds instructions of Cranelift's language that are emitted together as one instruction of the host.
+//! Fusion: finds instructions of Cranelift's intermediate language that one instruction of the host executes together.
 
 use super::Generator;
 use cranelift_codegen::ir::{Inst, InstructionData, MemFlags, Opcode, Value};
 
-/// A load of a field of the CPU, an addition to the loaded value, and a store to the field.
+/// Three instructions: a load of a field of the CPU, an addition to the loaded value, and a store to the field.
 pub(super) struct Addition {
     size: u8,
     address: Value,
@@ -15,10 +15,10 @@ pub(super) struct Addition {
 impl Generator<'_> {
     /// Whether an instruction is emitted together with the only instruction that uses its result:
     ///
-    /// - a comparison, with the branch at the end of the block, or with the next instruction if that selects by the
-    ///   result;
+    /// - a comparison, with the branch at the end of the block, or with the next instruction if that is a select with
+    ///   the result as its condition;
     /// - a load, with the next instruction if that is a comparison that is itself fused;
-    /// - a sum, with the next instruction if that is an access.
+    /// - a sum, with the next instruction if that is an access to this address.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {
@@ -43,7 +43,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether `user` is an access to the address that `inst` computes, and nothing else uses this address.
+    /// Whether `user` accesses the address that `inst` computes, and nothing else uses this address.
     fn is_address_of(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let sum = dfg.first_result(inst);
@@ -55,8 +55,7 @@ impl Generator<'_> {
         address == Some(sum) && self.places.left(sum) == 1
     }
 
-    /// If `address` is the sum of an addition that is emitted as a part of the access, returns the addition and its
-    /// operands.
+    /// If `address` is a sum that is computed as a part of the access, returns the addition and its operands.
     pub(super) fn fused_sum(&self, address: Value) -> Option<(Inst, [Value; 2])> {
         let inst = self.func.dfg.value_def(address).inst()?;
         match self.func.dfg.insts[inst] {
@@ -68,7 +67,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether a value already exists in a register or a slot.
+    /// Whether a value was computed already: it is in a register or a slot.
     fn is_made(&self, value: Value) -> bool {
         self.places.register(value).is_some() || self.places.saved(value).is_some()
     }
@@ -82,7 +81,7 @@ impl Generator<'_> {
             && self.places.left(dfg.first_result(inst)) == 1
     }
 
-    /// Whether `inst` loads a field, `user` is a comparison with the loaded value, and nothing else uses this value.
+    /// Whether `inst` loads a field, `user` compares with the loaded value, and nothing else uses this value.
     fn is_compared_by(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let InstructionData::IntCompare { args: [_, b], .. } = dfg.insts[user] else {
@@ -91,7 +90,7 @@ impl Generator<'_> {
         self.field(inst).is_some() && b == dfg.first_result(inst) && self.places.left(b) == 1
     }
 
-    /// If `inst` is a load that cannot fail, returns its address and offset.
+    /// If `inst` is a load that is not guarded, returns its address and offset.
     fn field(&self, inst: Inst) -> Option<(Value, i32)> {
         let is_plain = |flags: MemFlags| flags.trap_code() != Some(slat_jit::GUARDED);
         match self.func.dfg.insts[inst] {
@@ -106,7 +105,7 @@ impl Generator<'_> {
     }
 
     /// If `value` is the result of a load that is emitted as a part of the instruction that uses it, returns the load,
-    /// its address and its offset.
+    /// and its address and offset.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
         let (address, offset) = self.field(inst).filter(|_| !self.is_made(value))?;

@@ -1,8 +1,8 @@
-//! The baseline tier: makes machine code of a function in Cranelift's intermediate language, in one pass.
+//! The baseline tier: makes machine code from a function in Cranelift's intermediate language, in one pass.
 //!
-//! The translator returns a function with the meaning of the guest's instructions. Two tiers can make machine code of
-//! this function. This tier takes a tenth of Cranelift's time, and makes code that is somewhat larger and slower. So it
-//! compiles warm code, of which there is much. Cranelift compiles code again that stays hot.
+//! The translator returns a function that does what the guest's instructions do. Two tiers can make machine code from
+//! it. This tier takes a tenth of Cranelift's time, and its code is somewhat larger and slower. So it compiles warm
+//! code, of which there is much. If code stays hot, Cranelift compiles it again.
 //!
 //! | file | idea |
 //! |---|---|
@@ -10,18 +10,18 @@
 //! | `uses` | which values are used, how often, and where last |
 //! | `places` | where values are: registers, slots of the frame |
 //! | `registers` | how values get registers and lose them |
-//! | `select` | the host's instructions for an instruction of the language |
+//! | `select` | the host's instructions for an instruction of the intermediate language |
 //! | `fuse` | which instructions are emitted together as one host instruction |
 //! | `edges` | the moves of values at branches |
 //!
-//! The code of blocks is made in their order, except that rarely executed blocks are made at the end. The first branch
-//! to a block decides where the block expects its values, and every other branch moves the values there (`edges`). So
-//! after a TLB look-up the code continues with the same registers as before; only the code of a miss, which is at the
-//! end, saves and restores registers.
+//! Blocks are compiled in the order of the function, except that rarely executed blocks are compiled at the end. The
+//! first branch to a block decides where the block expects its values, and every other branch to it moves the values
+//! there (`edges`). So after a TLB look-up that hits, values are in the same registers as before; only the code for a
+//! miss, which is at the end, saves and restores registers.
 //!
-//! A value's register is free after the value's last use. So this tier counts uses. Before it makes code, `count`
-//! examines all blocks, and leaves out instructions whose results have no uses. Three rules are for blocks whose code
-//! is not made in the order of execution:
+//! A value's register is free after the value's last use. So this tier counts the uses of each value. Before code is
+//! made, `count` examines all blocks, and ignores instructions whose results are not used. Three rules are needed
+//! because blocks are not compiled in the order of execution:
 //!
 //! - Uses in a rare block count as uses of the branch to it, because the block begins with a copy of the
 //!   state at the branch.
@@ -29,9 +29,9 @@
 //! - If there are several branches to a block, the block begins with only those values that are used at its position or
 //!   later.
 //!
-//! This tier knows integers only. For this tier, the translator calls the interpreter's handlers for vectors and
-//! floating point. If a function contains another instruction that this tier does not know, `generate` returns `None`,
-//! and Cranelift compiles the function.
+//! This tier knows integers only. For vectors and floating point, the translator emits calls of the interpreter's
+//! handlers. If a function contains another instruction that this tier does not know, `generate` returns `None`, and
+//! Cranelift compiles the function.
 
 mod edges;
 mod encode;
@@ -46,34 +46,34 @@ use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Value};
 use encode::{Assembler, Label};
 use places::{Places, R15, State};
 
-/// A register of the host, identified by its number in instructions.
+/// A register of the host, as its number in instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
-/// A block of the function, as the target of branches: its position, its branches, and where it expects its values.
+/// What is known of a block as the target of branches: its position, its branches, and where it expects its values.
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,
     /// The number of branches to the block.
     branches: u32,
-    /// The index of the block in the order of the function's blocks.
+    /// The index of the block in the function's order of blocks.
     position: u32,
     is_rare: bool,
-    /// The locations where the block expects its values, known after the first branch to the block.
+    /// Where the block expects its values. Known after the first branch to the block was compiled.
     entry: Option<State>,
     /// The index in `Generator::segments` of the segment to which the block belongs.
     segment: u32,
-    /// Whether the first branch to the block is in a block that is itself made late.
+    /// Whether the first branch to the block is in a block that is compiled late.
     is_nested: bool,
 }
 
-/// A value that is kept until the block at position `until` is made.
+/// A value that is kept alive until the block at position `until` was compiled.
 struct Held {
     until: u32,
     value: Value,
 }
 
-/// Allocations that are reused from one compilation to the next.
+/// Allocations of a compilation, which the next one reuses.
 #[derive(Default)]
 pub(in crate::jit) struct Room {
     asm: Assembler,
@@ -83,21 +83,21 @@ pub(in crate::jit) struct Room {
     guarded: Vec<(u32, u32)>,
 }
 
-/// Machine code; the offsets of the blocks at which it can be entered; and the ascending offsets of its guarded
-/// accesses, each with the index of the access's step.
+/// Machine code; the offsets at which it can be entered, one for each such block; and the offsets of its guarded
+/// accesses, in ascending order, each with the index of the access's step.
 pub(super) struct Code<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) entries: Vec<u32>,
     pub(super) guarded: &'a [(u32, u32)],
 }
 
-/// The error for a function that contains something that this tier does not know.
+/// The error for a function with something that this tier cannot compile.
 #[derive(Debug)]
 struct Unknown;
 
 type Result<T = ()> = std::result::Result<T, Unknown>;
 
-/// Makes machine code of a function. `None`: this tier cannot compile the function.
+/// Makes machine code from a function. `None`: this tier cannot compile the function.
 pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'a>> {
     let Room {
         asm,
@@ -142,21 +142,21 @@ struct Generator<'a> {
     targets: &'a mut Vec<Target>,
     held: &'a mut Vec<Held>,
     guarded: &'a mut Vec<(u32, u32)>,
-    /// The segment of the current block.
+    /// The index of the current block's segment.
     segment: u32,
-    /// The number of slots that each segment uses. A segment is a part of the code that begins with no values in
-    /// registers or slots.
+    /// The number of slots of each segment. A segment is a part of the code at whose beginning no values are in
+    /// registers or slots, so that all slots are free.
     segments: Vec<u32>,
-    /// Whether the current block is made late, after all ordinary blocks.
+    /// Whether the current block is compiled late, after all ordinary blocks.
     is_apart: bool,
-    /// Whether the first branch to the current block is in a block that is itself made late.
+    /// Whether the first branch to the current block is in a block that is compiled late.
     is_nested: bool,
     /// The current instruction, whose uses are counted when it is done.
     inst: Option<Inst>,
 }
 
 impl Generator<'_> {
-    /// Makes the code of the function. Returns the offsets at which its blocks can be entered.
+    /// Compiles all blocks. Returns the offsets at which the code can be entered.
     fn run(&mut self) -> Result<Vec<u32>> {
         self.count()?;
         let func = self.func;
@@ -189,7 +189,7 @@ impl Generator<'_> {
     }
 
     /// Returns the blocks at which the function can be entered. In the intermediate language, the function begins with
-    /// a jump to one of them. No code is made for this jump: the caller enters the machine code at the block's offset.
+    /// a jump to one of them. This jump gets no code: the caller enters the machine code at the block's offset.
     fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
         let func = self.func;
         let last = func.layout.last_inst(first).ok_or(Unknown)?;
@@ -205,7 +205,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Makes the code of a late block. The block begins with the state of values at the branch to it.
+    /// Compiles a late block. It begins with the values where they were at the branch to it.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {
@@ -215,7 +215,7 @@ impl Generator<'_> {
         let slots = self.segments[target.segment as usize];
         self.is_apart = true;
         self.is_nested = target.is_nested;
-        // Blocks that begin with the state of this block have its slots, too, so they must belong to the same segment.
+        // Blocks that begin with this block's state use its slots, too, so they must belong to the same segment.
         self.segment = target.segment;
         self.places.begin_apart(slots);
         if target.is_rare {
@@ -234,7 +234,7 @@ impl Generator<'_> {
         };
         self.asm.place(target.label);
         self.places.resume(entry);
-        // If the block is rare, the values that its targets expect must not be released before the end of the block.
+        // In a rare block, the values that its targets expect must stay alive until the end of the block.
         let held = match target.is_rare {
             true => self.hold_targets(block),
             false => Vec::new(),
@@ -265,7 +265,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a segment. The next segment has separate slots.
+    /// Ends a segment: the next one uses the slots anew.
     fn end_segment(&mut self) {
         let slots = self.places.reset_slots();
         if let Some(last) = self.segments.last_mut() {

@@ -1,7 +1,7 @@
-//! Records the location of each value: a register, a slot of the stack frame, or both. Constants need no location,
-//! because they are made again.
+//! Records where each value is: in a register, in a slot of the stack frame, or in both. Constants need no place,
+//! because they are made again for each use.
 //!
-//! A value gets a register when it is made. It loses the register when it is no longer used, or when another value
+//! A value gets a register when it is computed. It loses the register when it is no longer used, or when another value
 //! needs the register. In the second case the value is saved in a slot. It stays valid there, because values never
 //! change.
 
@@ -19,12 +19,12 @@ const RSI: Reg = Reg(6);
 const RDI: Reg = Reg(7);
 const R8: Reg = Reg(8);
 const R9: Reg = Reg(9);
-/// The register that holds the CPU's address.
+/// The register with the address of `Cpu`.
 pub(super) const R15: Reg = Reg(15);
 
-/// The registers that hold a call's arguments.
+/// The registers for the arguments of calls, in order.
 pub(super) const ARGUMENTS: [Reg; 6] = [RDI, RSI, RDX, RCX, R8, R9];
-/// The registers for values. Those that functions of the host preserve are last.
+/// The registers for values. Those that called functions preserve are last.
 pub(super) const FOR_VALUES: [Reg; 13] = [
     RAX,
     RCX,
@@ -40,29 +40,30 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// The registers in `FOR_VALUES` that functions of the host preserve. Bit n is register n.
+/// The registers in `FOR_VALUES` that called functions preserve. Bit n is register n.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
-/// The greatest number of slots of a function. A function that needs more slots is too large for this tier.
+/// The greatest number of slots of a function. If a function needs more, this tier does not compile it.
 const SLOTS: u32 = u128::BITS;
 const _: () = assert!(SLOTS * 8 <= FRAME);
 
 const NOWHERE: u8 = u8::MAX;
 const NO_SLOT: u8 = u8::MAX;
 
-/// The values in the registers, and the slots that hold values, at one position in the code.
+/// Which values are in registers, and which slots contain values, at one position in the code.
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) registers: [Option<Value>; 16],
-    /// The slots that contain values, one bit for each slot.
+    /// The slots that contain values: one bit for each slot.
     pub(super) saved: u128,
 }
 
-/// How a value is used, and where it is.
+/// How often a value is used, and where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
-    /// The number of uses whose code is not made yet.
+    /// The number of its uses that are not compiled yet.
     pub(super) left: u32,
-    /// The position of the block that defines the value. The next field is the position of the block with its last use.
+    /// The position of the block that computes the value. The next field is the position of the block with its last
+    /// use.
     pub(super) made: u32,
     pub(super) last: u32,
     register: u8,
@@ -84,18 +85,18 @@ impl Known {
     }
 }
 
-/// The locations of a function's values, at the current position in the code.
+/// Where a function's values are at the current position in the code.
 #[derive(Default)]
 pub(super) struct Places {
     pub(super) values: Vec<Known>,
     pub(super) state: State,
-    /// The registers that the current instruction needs, one bit for each register.
+    /// The registers that the current instruction uses: one bit for each register.
     locked: u16,
-    /// The number of slots that were given to values since the beginning of the segment.
+    /// The number of slots that were assigned since the beginning of the segment.
     slots: u32,
-    /// The values that got slots in the current late block. These slots are freed after the block.
+    /// The values that were assigned slots in the current late block. The slots are freed after the block.
     given: Vec<Value>,
-    /// The register that is chosen next when a register has to be emptied.
+    /// The index of the register that was emptied last.
     next: usize,
     is_full: bool,
 }
@@ -127,18 +128,18 @@ impl Places {
         (register != NOWHERE).then_some(Reg(register))
     }
 
-    /// Records that a value is the address of `Cpu`. This value is always in R15, and belongs to no state.
+    /// Records that a value is the address of `Cpu`, which is always in R15 and needs no place in a state.
     pub(super) fn is_cpus(&mut self, value: Value) {
         self.known(value).register = R15.0;
     }
 
-    /// Returns the stack slot in which a value is saved.
+    /// Returns the slot in which a value is saved now.
     pub(super) fn saved(&self, value: Value) -> Option<u8> {
         let slot = self.values[value.index()].slot;
         (slot != NO_SLOT && self.state.saved >> slot & 1 != 0).then_some(slot)
     }
 
-    /// Whether the slots were sufficient for all values so far.
+    /// Whether there were enough slots for all values so far.
     pub(super) fn fits(&self) -> bool {
         !self.is_full
     }
@@ -156,18 +157,18 @@ impl Places {
         }
     }
 
-    /// Makes all slots available again. Call when no slot holds a value. Returns the number of slots that were used.
+    /// Frees all slots. Call when no slot contains a value. Returns the number of slots that were used.
     pub(super) fn reset_slots(&mut self) -> u32 {
         std::mem::take(&mut self.slots)
     }
 
-    /// Begins a late block. The block's new slots come after the first `slots` slots.
+    /// Begins a late block: new slots come after the first `slots` slots.
     pub(super) fn begin_apart(&mut self, slots: u32) {
         self.slots = slots;
         self.given.clear();
     }
 
-    /// Whether a value has got a slot since the late block began.
+    /// Whether a slot was assigned to a value since the late block began.
     pub(super) fn has_given(&self) -> bool {
         !self.given.is_empty()
     }
@@ -178,7 +179,7 @@ impl Places {
         }
     }
 
-    /// Returns the stack slot of a value.
+    /// Returns the slot of a value. If it has none, assigns one.
     pub(super) fn slot(&mut self, value: Value) -> u8 {
         if self.known(value).slot == NO_SLOT {
             if self.slots == SLOTS {
@@ -199,7 +200,7 @@ impl Places {
         self.known(value).register = register.0;
     }
 
-    /// Frees a register. The register's value is not needed there any more.
+    /// Removes a register's value from the register.
     pub(super) fn drop_from(&mut self, register: Reg) {
         if let Some(value) = self.state.registers[usize::from(register.0)].take() {
             self.known(value).register = NOWHERE;
@@ -218,7 +219,7 @@ impl Places {
         self.locked & bit(register) != 0
     }
 
-    /// Frees the register and the slot of a value that is no longer used.
+    /// Frees the register and the slot of a value that is not used any more.
     fn forget(&mut self, value: Value) {
         if let Some(register) = self.register(value) {
             self.drop_from(register);
@@ -229,7 +230,7 @@ impl Places {
         }
     }
 
-    /// Counts down the remaining uses of a value by one.
+    /// Subtracts one from the remaining uses of a value. Frees its register and slot after the last use.
     pub(super) fn used(&mut self, value: Value) {
         let known = self.known(value);
         known.left -= 1;
@@ -238,7 +239,7 @@ impl Places {
         }
     }
 
-    /// Frees the registers and slots of all values that are no longer used.
+    /// Frees the registers and slots of all values that are not used any more.
     pub(super) fn forget_unused(&mut self) {
         for value in self.state.registers.into_iter().flatten() {
             if self.left(value) == 0 {
@@ -247,12 +248,13 @@ impl Places {
         }
     }
 
-    /// Returns a register without a value, if there is one.
+    /// Returns a register without a value, if there is one. If `is_kept`, prefers registers that called functions
+    /// preserve.
     pub(super) fn spare(&self, is_kept: bool) -> Option<Reg> {
         self.spare_but(is_kept, |_| false)
     }
 
-    /// Like [`spare`](Self::spare), but returns only a register for which `is_other` is false.
+    /// Like [`spare`](Self::spare), but returns only a register for which `is_other` returns `false`.
     pub(super) fn spare_but(&self, is_kept: bool, is_other: impl Fn(Reg) -> bool) -> Option<Reg> {
         let is_free = |&register: &Reg| {
             !self.is_locked(register)
@@ -265,7 +267,7 @@ impl Places {
         }
     }
 
-    /// Returns the register that is emptied because another value needs a register.
+    /// Chooses the register to empty when a value needs a register and none is free.
     pub(super) fn victim(&mut self) -> Reg {
         loop {
             self.next = (self.next + 1) % FOR_VALUES.len();

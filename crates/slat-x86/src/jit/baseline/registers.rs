@@ -1,6 +1,6 @@
 //! How values get registers, lose them, and get them back.
 //!
-//! An instruction requests the registers of its operands ([`get`](Generator::get), [`take`](Generator::take)) and one
+//! An instruction asks for the registers of its operands ([`get`](Generator::get), [`take`](Generator::take)) and one
 //! for its result ([`free`](Generator::free), [`change`](Generator::change)). These registers stay locked until the
 //! instruction is done ([`finish`](Generator::finish)).
 
@@ -10,7 +10,7 @@ use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
 
-/// Returns the operand for the memory `by` bytes after the beginning of a slot.
+/// Returns the memory operand `by` bytes after the beginning of a slot.
 fn place_of_slot(slot: u8, by: i32) -> Place {
     Place::Memory(RBP, by - 8 * (i32::from(slot) + 1))
 }
@@ -28,7 +28,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Saves a value, which is in a register, in a slot.
+    /// Saves a value in its slot, unless it is there already.
     pub(super) fn save(&mut self, value: Value) {
         if self.places.saved(value).is_some() || self.constant(value).is_some() {
             return;
@@ -40,7 +40,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register that holds no value, and locks it.
+    /// Returns a register without a value, and locks it. If no register is free, empties one.
     pub(super) fn free(&mut self, is_kept: bool) -> Reg {
         let register = match self.places.spare(is_kept) {
             Some(register) => register,
@@ -54,7 +54,7 @@ impl Generator<'_> {
         register
     }
 
-    /// Saves the value of a register in a slot, and frees the register.
+    /// Removes a register's value, after saving it in a slot.
     pub(super) fn empty(&mut self, register: Reg) {
         if let Some(value) = self.places.state.registers[usize::from(register.0)] {
             self.save(value);
@@ -62,7 +62,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Frees a given register and locks it. If its value is still needed, moves the value to another register.
+    /// Frees and locks a given register. Moves its value to another register, or to a slot.
     pub(super) fn take(&mut self, register: Reg) {
         self.places.lock(register);
         let Some(value) = self.places.state.registers[usize::from(register.0)] else {
@@ -78,7 +78,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the register that holds a value, and locks it.
+    /// Returns a register that holds a value, and locks it. Loads the value if needed.
     pub(super) fn get(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value) {
             self.places.lock(register);
@@ -90,18 +90,18 @@ impl Generator<'_> {
         register
     }
 
-    /// Reads a value that is in no register.
+    /// Loads a value that is in no register into `register`.
     pub(super) fn read(&mut self, value: Value, register: Reg) {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
             (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, 0)),
-            // There were not enough slots, so the code of this function will be dropped.
+            // There were not enough slots. The code of this function will be dropped.
             (None, None) if !self.places.fits() => {}
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
 
-    /// Copies a value to a register whose old value is not needed.
+    /// Copies a value to register `to`, whose old value is not needed.
     pub(super) fn copy(&mut self, value: Value, to: Reg) {
         match self.places.register(value) {
             Some(register) if register == to => {}
@@ -110,8 +110,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a locked register that contains a copy of a value, to be changed into a result. At the value's last use,
-    /// this is the register of the value itself.
+    /// Returns a locked register with a copy of a value, for an instruction that changes it into the result. At the
+    /// value's last use, this is the register of the value itself.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -125,7 +125,7 @@ impl Generator<'_> {
         register
     }
 
-    /// Assigns a register to the result of the current instruction, and counts the instruction's uses.
+    /// Ends the current instruction: counts its uses, and assigns a register to its result.
     pub(super) fn finish(&mut self, result: Value, register: Reg) {
         self.count_uses();
         self.places.drop_from(register);
@@ -135,14 +135,14 @@ impl Generator<'_> {
         self.places.unlock();
     }
 
-    /// Whether a value is used outside the block that makes it.
+    /// Whether a value is used in other blocks than the one that computes it.
     pub(super) fn is_long(&self, value: Value) -> bool {
         let known = &self.places.values[value.index()];
         known.made != known.last
     }
 
-    /// Call before a call to a function of the host. Saves the values that are used after the call and are in registers
-    /// that the function does not preserve.
+    /// Call before a call of a function. Saves the values that are used after the call and are in registers that the
+    /// function does not preserve.
     pub(super) fn save_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0
@@ -154,8 +154,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Call for a call to a function of the host. Removes the values from registers that the function does not
-    /// preserve.
+    /// Call at a call of a function. Removes the values from the registers that the function does not preserve.
     pub(super) fn drop_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0 {
@@ -164,11 +163,11 @@ impl Generator<'_> {
         }
     }
 
-    /// Moves registers to registers as if all moves happened at the same time.
+    /// Emits moves between registers, with the effect that all are made at the same time.
     pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
         moves.retain(|(to, from)| to != from);
         while !moves.is_empty() {
-            // Finds a move whose target is not the source of another move. If there is none, the moves are cycles.
+            // Find a move whose target is not the source of another move. If there is none, the moves are cycles.
             let free =
                 (0..moves.len()).find(|&k| moves.iter().all(|(_, from)| *from != moves[k].0));
             match free {
@@ -192,7 +191,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Pushes a value on the stack, for [`fill`](Self::fill). Constants are not pushed.
+    /// Pushes a value on the stack, for [`fill`](Self::fill). A constant is not pushed.
     pub(super) fn push(&mut self, value: Value) {
         if self.constant(value).is_some() {
             return;
@@ -205,7 +204,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Writes a constant, or the value that [`push`](Self::push) has pushed, to a slot.
+    /// Writes a value to a slot: a constant, or the value that [`push`](Self::push) has pushed.
     pub(super) fn fill(&mut self, slot: u8, value: Value) {
         let [to, upper] = [0, 4].map(|by| place_of_slot(slot, by));
         match self.constant(value) {

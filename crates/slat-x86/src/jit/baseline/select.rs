@@ -1,6 +1,6 @@
 //! Selects and emits the host's instructions for an instruction of the intermediate language.
 //!
-//! In a register, the bits above those of a value's type are undefined.
+//! If a value is narrower than its register, the upper bits of the register are undefined.
 
 use super::edges::Moves;
 use super::encode::{Alu, Count, Place, Shift, Unary};
@@ -10,7 +10,7 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{Block, BlockCall, Inst, InstructionData, MemFlags, Opcode, Value};
 
-/// Conditions. The values are their numbers in the host's instructions.
+/// Conditions, with their numbers in the host's instructions.
 const EQUAL: u8 = 4;
 const NOT_EQUAL: u8 = 5;
 const SIGN: u8 = 8;
@@ -37,14 +37,14 @@ enum Operand {
     Immediate(i64),
 }
 
-/// Returns the lowest `size` bytes of a number, sign-extended.
+/// Returns the lowest 1 << `size` bytes of a number, sign-extended.
 fn truncate(value: i64, size: u8) -> i64 {
     let unused = 64 - (8 << size);
     value << unused >> unused
 }
 
 impl Generator<'_> {
-    /// Returns the index of a value's size.
+    /// Returns the logarithm of a value's size in bytes.
     pub(super) fn size(&self, value: Value) -> Result<u8> {
         match self.func.dfg.value_type(value) {
             I8 => Ok(0),
@@ -149,7 +149,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends an instruction that has no result in a register.
+    /// Ends an instruction that leaves no result in a register.
     fn done(&mut self) {
         self.count_uses();
         self.places.unlock();
@@ -228,12 +228,13 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Whether a value must not be overwritten by the current instruction: it is used again, or is not in a register.
+    /// Whether the current instruction must not overwrite a value's register: the value is used again, or is the
+    /// address of `Cpu`.
     fn is_kept_after(&self, value: Value) -> bool {
         self.is_cpu(value) || self.places.register(value).is_some() && self.places.left(value) > 1
     }
 
-    /// Returns an operand as an immediate, if it fits into the instruction.
+    /// Returns an operand as an immediate, if it is a constant that fits into the instruction.
     fn immediate(&self, operand: Operand, size: u8) -> Option<i32> {
         let value = match operand {
             Operand::Immediate(value) => value,
@@ -242,7 +243,7 @@ impl Generator<'_> {
         truncate(value, size).try_into().ok()
     }
 
-    /// Returns the register that holds an operand, and locks it.
+    /// Returns a register that holds an operand, and locks it.
     fn operand(&mut self, operand: Operand) -> Reg {
         match operand {
             Operand::Value(value) => self.get(value),
@@ -262,7 +263,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Computes the upper half of a product, or a quotient.
+    /// Emits the computation of the upper half of a product, or of a quotient.
     fn wide(&mut self, opcode: Opcode, size: u8, result: Value, a: Value, b: Operand) -> Result {
         if size < 2 {
             return Err(Unknown);
@@ -299,7 +300,7 @@ impl Generator<'_> {
             (None, Operand::Value(by)) => {
                 self.take(RCX);
                 self.copy(by, RCX);
-                // The host's shifts use at least the low five bits of the count, so the count of smaller sizes has to
+                // The host's shifts use at least the low five bits of the count. So for 8 and 16 bits, the count must
                 // be masked.
                 if size < 2 {
                     self.asm
@@ -409,8 +410,8 @@ impl Generator<'_> {
         Ok(condition(cc))
     }
 
-    /// Sets the host's flags for a test of `value`. Returns the condition that holds if `value` is not 0. If `value` is
-    /// the result of a comparison that is not emitted yet, emits the comparison.
+    /// Sets the host's flags by `value`. Returns the condition that holds if `value` is not 0. If `value` is the result
+    /// of a comparison that was not emitted yet, emits the comparison for that.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();
@@ -445,7 +446,7 @@ impl Generator<'_> {
         self.branch(condition, [&blocks[0], &blocks[1]], next)
     }
 
-    /// If `flags` says that the access is guarded, records that the next instruction is a guarded access.
+    /// If `flags` belong to a guarded access, records that the next instruction is one.
     fn guard(&mut self, flags: MemFlags) {
         if flags.trap_code() == Some(slat_jit::GUARDED)
             && let Some(inst) = self.inst
@@ -455,7 +456,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the memory operand for an address, and locks the operand's registers.
+    /// Returns the memory operand for an address, and locks its registers.
     fn place(&mut self, address: Value, offset: i32) -> Place {
         match self.fused_sum(address) {
             Some((sum, [a, b])) => {

@@ -1,5 +1,5 @@
-//! Compiles random functions by this tier and by Cranelift, and checks that both have the same results. The functions
-//! use all instructions that this tier knows.
+//! Compiles random functions with this tier and with Cranelift, and checks that both have the same results. The
+//! functions use all instructions that this tier knows.
 
 use super::{Room, generate};
 use crate::jit::dispatch::dispatch;
@@ -20,14 +20,14 @@ use slat_jit::Chunk;
 use std::arch::naked_asm;
 
 const TYPES: [Type; 4] = [I8, I16, I32, I64];
-/// The number of words of memory that a function can use.
+/// The number of words of memory that a function uses.
 const WORDS: usize = 24;
 /// The number of blocks at which a function can be entered.
 const ENTRIES: usize = 2;
-/// The number of functions, unless the variable `SLAT_FUNCTIONS` gives another number.
+/// The number of functions, unless the environment variable `SLAT_FUNCTIONS` sets another number.
 const FUNCTIONS: u64 = 1500;
 
-/// A function of the host for the tests. Returns a number that depends on its arguments, and overwrites all registers
+/// A function for the tests' code to call. Returns a number that depends on its arguments, and overwrites all registers
 /// that a function need not preserve.
 #[unsafe(naked)]
 unsafe extern "C" fn scramble(memory: *mut u64, value: u64) -> u64 {
@@ -76,7 +76,7 @@ impl Maker<'_, '_> {
         self.b.func.dfg.value_type(value)
     }
 
-    /// Returns a value of a type, usually one that exists already.
+    /// Returns a value of type `ty`, usually one that exists already.
     fn value(&mut self, ty: Type) -> Value {
         let fitting: Vec<Value> = (self.values.iter().copied())
             .filter(|&value| self.ty(value) == ty)
@@ -185,7 +185,7 @@ impl Maker<'_, '_> {
         }
     }
 
-    /// Returns the address of a word, and the flags of a guarded access, which may fail.
+    /// Returns the address of a word, and the flags of a guarded access.
     fn guarded(&mut self) -> (Value, MemFlags) {
         let offset = self.word();
         let address = self.b.ins().iadd_imm(self.memory, i64::from(offset));
@@ -199,7 +199,7 @@ impl Maker<'_, '_> {
         let zero = self.b.ins().iconst(ty, 0);
         let value = self.b.ins().load(ty, flags, address, 0);
         match self.rng.below(3) {
-            // The result is either compared at once or not used.
+            // The result is either compared at once, or not used.
             0 => {
                 let more = self.b.ins().icmp(IntCC::UnsignedLessThan, one, value);
                 self.b.ins().select(more, one, zero)
@@ -211,7 +211,7 @@ impl Maker<'_, '_> {
 
     fn compare_exchange(&mut self, old: Value, new: Value) -> Value {
         let (address, flags) = self.guarded();
-        // The expected value is often equal to the word in memory.
+        // Often the expected value equals the word in memory.
         let (ty, trusted) = (self.ty(old), MemFlags::trusted());
         let now = self.b.ins().load(ty, trusted, address, 0);
         let old = self.rng.pick(&[old, now]);
@@ -223,7 +223,7 @@ impl Maker<'_, '_> {
         let (offset, trusted) = (self.word(), MemFlags::trusted());
         let value = match self.rng.below(3) {
             0 => {
-                // The result is stored to the word that was loaded, or to another word.
+                // Store the result to the word that was loaded, or to another word.
                 let from = [offset, self.word()][self.rng.below(2) as usize];
                 let small = self.rng.below(1000) as i64 - 500;
                 let number = match ty {
@@ -263,7 +263,7 @@ impl Maker<'_, '_> {
         self.b.inst_results(call)[0]
     }
 
-    /// Makes a few instructions whose results are used only among themselves.
+    /// Emits a few instructions whose results only these instructions use.
     fn some(&mut self, count: u64) {
         let known = self.values.len();
         for _ in 0..self.rng.below(count) {
@@ -276,7 +276,8 @@ impl Maker<'_, '_> {
         self.values.truncate(known);
     }
 
-    /// Makes two branches that join again. One of them may be rare and may call a function.
+    /// Emits a conditional branch to two blocks, after which the code continues together. One of them may be rare and
+    /// call a function.
     fn fork(&mut self) -> Value {
         let ty = self.rng.pick(&TYPES);
         let condition = self.condition();
@@ -289,8 +290,8 @@ impl Maker<'_, '_> {
         }
         let (given, more) = (self.value(I64), self.value(ty));
         if self.rng.below(3) == 0 {
-            // The first branch also calls a function. So some values are in slots on this branch, and in registers on
-            // the other branch.
+            // The first block also calls a function. So after it some values are in slots that are in registers after
+            // the second block.
             let first = self.b.create_block();
             self.b.ins().brif(condition, first, &[], side, &[]);
             self.b.switch_to_block(first);
@@ -305,7 +306,7 @@ impl Maker<'_, '_> {
                 .brif(condition, on, &[given.into(), more.into()], side, &[]);
         }
         self.b.switch_to_block(side);
-        // Such instructions are rare, because the tier refuses some of them.
+        // Emit such an instruction rarely, because the tier refuses to compile some of them.
         if self.rng.below(64) == 0 {
             let known = self.values.len();
             self.fork();
@@ -326,14 +327,14 @@ impl Maker<'_, '_> {
         result
     }
 
-    /// Makes a loop with a few iterations, which uses values from before the loop.
+    /// Emits a loop with a few iterations, which uses values from before the loop.
     fn repeat(&mut self) -> Value {
         let zero = self.b.ins().iconst(I64, 0);
         let start = self.value(I64);
         let (turn, on) = (self.b.create_block(), self.b.create_block());
         let count = self.b.append_block_param(turn, I64);
         let sum = self.b.append_block_param(turn, I64);
-        // The loop exchanges these values in each iteration.
+        // The loop exchanges these values at each iteration.
         let circle = [(); 4].map(|()| self.value(I64));
         let mut begin = vec![BlockArg::from(zero), start.into()];
         begin.extend(circle.map(BlockArg::from));
@@ -370,7 +371,7 @@ impl Maker<'_, '_> {
         self.memory = self.b.ins().get_pinned_reg(I64);
         self.b.set_srcloc(SourceLoc::default());
         self.values.clear();
-        // Rarely, there are more values than slots.
+        // Rarely, use more values than there are slots.
         let many = if self.rng.below(96) == 0 { 150 } else { 0 };
         let many: Vec<Value> = (0..many)
             .map(|k| {
@@ -400,7 +401,7 @@ impl Maker<'_, '_> {
             let offset = 8 * word as i32;
             (self.b.ins()).store(MemFlags::trusted(), value, self.memory, offset);
         }
-        // The result is large, because a small number would be a status and not an index of targets.
+        // Make the result large: a small return value would be a status instead of an address of code.
         let mut result = self.value(I64);
         for (value, by) in many.into_iter().zip(1..) {
             let turned = self.b.ins().rotl_imm(value, by & 63);
@@ -441,8 +442,8 @@ fn make(context: &mut Context, room: &mut FunctionBuilderContext, rng: &mut Rand
     b.finalize();
 }
 
-/// Checks that the code has each access that may fail, and that it is recorded at the address of its instruction,
-/// because a signal handler looks for that address.
+/// Checks that each guarded access is in the code, and is recorded at the address of its instruction: a signal handler
+/// looks for this address.
 fn check_guarded(func: &Function, code: &[u8], guarded: &[(u32, u32)], seed: u64) {
     let insts = func.layout.blocks();
     let insts = insts.flat_map(|block| func.layout.block_insts(block));
@@ -452,7 +453,7 @@ fn check_guarded(func: &Function, code: &[u8], guarded: &[(u32, u32)], seed: u64
     for &(at, _) in guarded {
         let mut decoder = Decoder::new(64, &code[at as usize..], DecoderOptions::NONE);
         let insn = decoder.decode();
-        // An access based on RBP is an access to a slot.
+        // An access based on RBP is an access to a slot, and not guarded.
         let is_access = (0..insn.op_count()).any(|k| insn.op_kind(k) == OpKind::Memory)
             && insn.mnemonic() != Mnemonic::Lea
             && insn.memory_base() != Register::RBP;
@@ -493,8 +494,8 @@ fn random_functions_do_what_cranelifts_code_does() {
                 let code = chunk.start().wrapping_add(offset as usize);
                 let mut memory = before;
                 let cpu = memory.as_mut_ptr().wrapping_byte_sub(BASE).cast();
-                // SAFETY: the function was just made. It accesses only its own frame and these words, which stand for a
-                // CPU at R15.
+                // SAFETY: the function was just made. It accesses only its own frame and these words, which are used as
+                // a CPU at R15.
                 let result = unsafe { dispatch(cpu, code) };
                 (result, memory)
             };

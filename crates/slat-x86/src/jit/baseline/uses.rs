@@ -1,8 +1,8 @@
 //! Counts the uses of values: how often each value is used, and where it is used last.
 //!
-//! Uses are counted before code is made, from the last block to the first. So if the results of an instruction have no
-//! uses, the instruction does not count as a use of its operands. While code is made, the remaining uses are counted
-//! down. A value without remaining uses gives up its register.
+//! Uses are counted before code is made, from the last instruction to the first. So if an instruction's results are not
+//! used, the instruction does not count as a use of its operands. While code is made, the remaining uses are counted
+//! down; after the last one, a value loses its register.
 
 use super::{Generator, Held, Result, Target};
 use cranelift_codegen::entity::EntityRef;
@@ -11,7 +11,7 @@ use cranelift_codegen::ir::{
 };
 
 impl Generator<'_> {
-    /// Releases the values that were kept for loops that end before a position.
+    /// Releases the values that were kept alive for loops that end before position `position`.
     pub(super) fn release(&mut self, position: u32) {
         let mut k = 0;
         while k < self.held.len() {
@@ -24,7 +24,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Counts branches and uses, and finds the positions of blocks.
+    /// Finds the positions of blocks, and counts branches and uses.
     pub(super) fn count(&mut self) -> Result {
         let func = self.func;
         let blocks = func.dfg.num_blocks();
@@ -56,8 +56,8 @@ impl Generator<'_> {
                 }
             }
         }
-        // Goes from the last instruction to the first, so that an instruction whose result is unused does not count as
-        // a use.
+        // Go from the last instruction to the first, so that an instruction whose results are not used does not count
+        // as a use.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {
@@ -85,15 +85,14 @@ impl Generator<'_> {
         }
         for block in func.layout.blocks() {
             let target = &mut self.targets[block.index()];
-            // If there are several branches to a block, it is not treated as rare, because its uses would be counted at
-            // only one of them.
+            // A block with several branches to it is not treated as rare: its uses would count at only one of them.
             target.is_rare = func.layout.is_cold(block) && target.branches == 1;
         }
         self.hold_for_loops(loops);
         Ok(())
     }
 
-    /// Keeps a value until the end of a loop if the value is made before the loop and used in the loop or later.
+    /// Keeps values alive until the end of a loop, if they are computed before the loop and used in the loop or later.
     fn hold_for_loops(&mut self, mut loops: Vec<(u32, u32)>) {
         if loops.is_empty() {
             return;
@@ -116,7 +115,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether an instruction has no effect except values that nothing uses.
+    /// Whether an instruction's only effect is results that nothing uses.
     pub(super) fn is_unused(&self, inst: Inst) -> bool {
         let dfg = &self.func.dfg;
         let opcode = dfg.insts[inst].opcode();
@@ -162,7 +161,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns how often the current instruction uses a value.
+    /// Returns how many times the current instruction uses a value.
     pub(super) fn uses_of(&mut self, value: Value) -> u32 {
         let mut uses = 0;
         if let Some(inst) = self.inst {
@@ -171,21 +170,21 @@ impl Generator<'_> {
         uses
     }
 
-    /// Counts down the uses by the current instruction, which is done.
+    /// Subtracts the uses by the current instruction, which is done.
     pub(super) fn count_uses(&mut self) {
         if let Some(inst) = self.inst.take() {
             self.each_use(inst, |generator, value| generator.places.used(value));
         }
     }
 
-    /// Counts down the uses by an instruction that was emitted together with the current instruction.
+    /// Subtracts the uses by an instruction that was emitted together with the current one.
     pub(super) fn count_uses_by(&mut self, inst: Inst) {
         let current = self.inst.replace(inst);
         self.count_uses();
         self.inst = current;
     }
 
-    /// Counts the uses of a whole block. If `by` is 1, adds them; if `by` is -1, removes them.
+    /// Adds (`by` is 1) or subtracts (`by` is -1) the uses of a whole block.
     pub(super) fn count_block(&mut self, block: Block, by: i32) {
         let func = self.func;
         let position = self.targets[block.index()].position;
@@ -194,7 +193,7 @@ impl Generator<'_> {
                 continue;
             }
             self.each_use(inst, |generator, value| {
-                // Values that this block makes itself are left out, because no other block uses them.
+                // Leave out values that this block computes itself: no other block uses them.
                 if generator.places.known(value).made == position {
                     return;
                 }
@@ -207,7 +206,7 @@ impl Generator<'_> {
     }
 }
 
-/// Returns the values that a branch passes as parameters of its block.
+/// Returns the values that a branch passes as the parameters of its target.
 pub(super) fn arguments<'a>(
     func: &'a Function,
     call: &BlockCall,

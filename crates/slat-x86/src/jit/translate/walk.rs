@@ -1,4 +1,4 @@
-//! Translates along the paths of a region: from one block to the next, and from one iteration of a loop to the next.
+//! Translates the paths of a region: follows a path from block to block, and a loop from one iteration to the next.
 
 use super::{Translator, Turn};
 use crate::Cpu;
@@ -9,14 +9,14 @@ use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
 use std::mem::offset_of;
 
 impl Translator<'_> {
-    /// Continues at `rip` after the current instruction. If the path or the region has a block for `rip`, continues
-    /// there. Otherwise leaves the region.
+    /// Continues at guest address `rip` after the current instruction: in the path or the region if it has a block for
+    /// `rip`. Otherwise the code leaves the region.
     pub(in crate::jit) fn goto(&mut self, rip: u64) {
         let rip = self.wrapped(rip);
         let next = self.paths.next(self.now.node, rip);
         let head = self.heads.get(&rip).copied();
         if rip <= self.now.head && (next.is_some() || head.is_some()) {
-            // Each iteration of a loop must check `attention`.
+            // Each iteration of a loop checks `attention`.
             self.leave_if_wanted(rip);
         }
         if let Some(node) = next {
@@ -46,7 +46,7 @@ impl Translator<'_> {
         self.b.ins().jump(block, &values);
     }
 
-    /// Leaves the region and continues at `rip` if `attention` is set.
+    /// Emits code that leaves the region for `rip` if `attention` is not 0.
     fn leave_if_wanted(&mut self, rip: u64) {
         let wanted = self.attention();
         let (leave, go) = (self.cold(), self.b.create_block());
@@ -58,17 +58,17 @@ impl Translator<'_> {
         self.resume(go, now);
     }
 
-    /// If the path is a loop that begins at `rip`, returns the beginning of its next iteration.
+    /// Returns the beginning of the path's next iteration, if the path is a loop that begins at `rip`.
     fn turn_at(&self, rip: u64) -> Option<Turn> {
         self.turn.filter(|turn| rip == turn.rip)
     }
 
-    /// Whether registers stay in values when the region continues at `rip`.
+    /// Whether registers stay in values when the code continues at `rip`.
     pub(in crate::jit) fn keeps_values(&self, rip: u64) -> bool {
         self.turn_at(rip).is_some() || self.paths.next(self.now.node, rip).is_some()
     }
 
-    /// Returns the parameters of an iteration: the registers whose bits are set in `registers`, and the counter of
+    /// Returns the arguments for an iteration: the registers whose bits are set in `registers`, and the counter of
     /// instructions.
     fn values_of(&mut self, registers: u16, count: Value) -> Vec<BlockArg> {
         let mut values: Vec<BlockArg> = numbers(registers)
@@ -78,8 +78,8 @@ impl Translator<'_> {
         values
     }
 
-    /// Begins a path that is a loop. The registers that its instructions use stay in values from one iteration to the
-    /// next.
+    /// Begins an iteration of a path that is a loop. The registers that its instructions use stay in values from one
+    /// iteration to the next.
     fn begin_turn(&mut self, rip: u64) {
         let (mut used, mut changed) = (0, 0);
         for Guest { insn, .. } in self.paths.turning(self.now.node) {
@@ -106,7 +106,7 @@ impl Translator<'_> {
         });
     }
 
-    /// Translates the path that begins with the node `root`.
+    /// Translates the path that begins with node `root`.
     pub(super) fn path(&mut self, root: usize) {
         let rip = self.steps[self.paths.nodes[root].step].rip;
         let head = self.heads[&rip];
@@ -115,8 +115,8 @@ impl Translator<'_> {
         self.begin(head.block, root);
         self.now.step = self.paths.nodes[root].step;
         self.set_checkpoint();
-        // If the first block sets all flags first, the path does not record the old flags, so the region cannot stop at
-        // this checkpoint.
+        // If the first block sets all flags before it reads any, the path before it may not have recorded the flags, so
+        // the region cannot stop at this checkpoint.
         self.now.has_changed = head.flags == FirstUse::SetsAll;
         self.turn = None;
         if self.paths.nodes[root].turns {
@@ -125,7 +125,7 @@ impl Translator<'_> {
         self.node();
     }
 
-    /// Translates the current node, and the nodes that follow it.
+    /// Translates the current node, and the nodes after it.
     fn node(&mut self) {
         let node = &self.paths.nodes[self.now.node];
         self.now.head = self.steps[node.step].rip;
@@ -137,7 +137,8 @@ impl Translator<'_> {
             }
             self.now.before += 1;
         }
-        // The block has ended without a branch, because of its size limit or an instruction that cannot be decoded.
+        // The block ends without a branch: it has reached the size limit, or an instruction follows that cannot be
+        // decoded.
         self.now.before -= 1;
         let last = guests.last().expect("a block begins with an instruction");
         self.goto(last.insn.next_ip());

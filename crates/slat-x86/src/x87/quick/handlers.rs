@@ -1,4 +1,4 @@
-//! The handlers of x87 instructions for the usual state.
+//! The quick handlers: they execute x87 instructions in the usual state.
 
 use super::host::*;
 use super::plan::{DP, IP, OPCODE, OTHER_FLAGS, Plan};
@@ -8,11 +8,11 @@ use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
 use crate::state::{F80, State};
 use crate::x87::{self, ERROR, MODRM, Stub, own_stub};
 
-/// The bits of the exception flags in the status word, and of their masks in the control word.
+/// The exception flags in the status word. The same bits of the control word mask these exceptions.
 const EXCEPTIONS: u16 = 0x3f;
 const BUSY: u16 = 1 << 15;
 const TOP: u16 = 7 << 11;
-/// The change of the status word that moves TOP by one.
+/// The value in the status word by which a push or pop changes TOP.
 const STEP: u16 = 1 << 11;
 
 impl State {
@@ -25,14 +25,14 @@ impl State {
         self.fcw & (EXCEPTIONS | RESERVED) == EXCEPTIONS | SET && self.fsw & (ERROR | BUSY) == 0
     }
 
-    /// Returns the index of ST(`i`). `None`: the register is empty.
+    /// Returns the index of ST(`i`) in the guest's registers. `None`: the register is empty.
     #[inline(always)]
     fn full(&self, i: u8) -> Option<usize> {
         let n = self.physical(i.into());
         (self.ftw & 1 << n != 0).then_some(n)
     }
 
-    /// Returns the index of the register that a push fills. `None`: the register is not empty.
+    /// Returns the index of the register that a push fills. `None`: the register is full.
     #[inline(always)]
     fn pushed(&self) -> Option<usize> {
         let n = self.physical(7);
@@ -58,8 +58,8 @@ impl State {
         }
     }
 
-    /// Copies a register in two parts, because the stubs read and write registers in these two parts. An access of
-    /// another size would be slow, because it would wait for the stores of both parts.
+    /// Copies a register in two parts, because stubs read and write it in the same two parts. An access of another size
+    /// would have to wait until the stores of both parts are done.
     #[inline(always)]
     fn copy_register(&mut self, from: usize, to: usize) {
         let F80 { mantissa, exponent } = self.st[from];
@@ -67,7 +67,7 @@ impl State {
     }
 }
 
-/// Applies the effects of an instruction besides its result: flags, condition codes and pointers. Pops registers.
+/// Applies the effects of an instruction other than its result: flags, condition codes and pointers. Pops registers.
 #[inline(always)]
 fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     let conditions = u16::from(plan.conditions) << 8;
@@ -86,7 +86,7 @@ fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     cpu.state.pop(plan.pops);
 }
 
-/// Reads the memory operand of 2, 4 or 8 bytes. `None`: the TLB does not have its page.
+/// Reads the memory operand of 2, 4 or 8 bytes. `None`: the fast path of the TLB cannot read it.
 #[inline(always)]
 fn read(cpu: &mut Cpu, op: &Op) -> Option<u64> {
     let lin = cpu.lin(op, op.aux.into()).ok()?;
@@ -97,7 +97,7 @@ fn read(cpu: &mut Cpu, op: &Op) -> Option<u64> {
     }
 }
 
-/// Writes the memory operand of 2, 4 or 8 bytes. `None`: the TLB does not have its page, and nothing was written.
+/// Writes the memory operand of 2, 4 or 8 bytes. `None`: the fast path of the TLB cannot write it; nothing was written.
 #[inline(always)]
 fn write(cpu: &mut Cpu, op: &Op, value: u64) -> Option<()> {
     let lin = cpu.lin(op, op.aux.into()).ok()?;
@@ -111,13 +111,13 @@ fn write(cpu: &mut Cpu, op: &Op, value: u64) -> Option<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// The number of operations that `quick` has left to the reference, for tests.
+    /// The number of operations that quick handlers have left to the reference. For tests.
     pub(in crate::x87) static LEFT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// Defines handlers. If the x87 state is usual, a handler runs its body. If the state is not usual, or the body returns
-/// `None`, the handler calls the reference, which is the function after `else`. A body that returns `None` must have
-/// changed nothing.
+/// Defines quick handlers. If the x87 state is usual, a handler runs its body. If the state is not usual, or the body
+/// returns `None`, the handler calls the reference, which is the function after `else`. A body that returns `None` must
+/// have changed nothing.
 macro_rules! handlers {
     ($($name:ident($cpu:ident, $op:ident, $plan:pat) else $reference:ident $body:block)*) => {$(
         pub(super) fn $name(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -150,7 +150,7 @@ handlers! {
         call.to = &mut result;
         let (status, _) = two_to_one_and_other(call);
         // If the result is a NaN or infinity, there is no remainder, and the host may leave the condition codes
-        // unchanged.
+        // unchanged: leave the instruction to the reference.
         if result.exponent & 0x7fff == 0x7fff {
             return None;
         }
@@ -328,7 +328,7 @@ handlers! {
     }
 
     rotate(cpu, op, plan) else registers {
-        // FDECSTP has the ModR/M byte F6, and FINCSTP has F7.
+        // The ModR/M byte is F6 for FDECSTP, and F7 for FINCSTP.
         let by = if op.r[MODRM] & 1 == 0 { STEP.wrapping_neg() } else { STEP };
         cpu.state.rotate(by);
         finish(cpu, op, plan, 0);
@@ -343,7 +343,7 @@ handlers! {
     load_control(cpu, op, plan) else load {
         let fcw = read(cpu, op)? as u16;
         let old = std::mem::replace(&mut cpu.state.fcw, fcw);
-        // Leaves a control word to the reference if it makes an exception pending or has reserved bits set.
+        // Leave a control word to the reference if it makes an exception pending or has reserved bits set.
         if !cpu.state.x87_is_usual() {
             cpu.state.fcw = old;
             return None;

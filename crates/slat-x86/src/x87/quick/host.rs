@@ -1,21 +1,21 @@
-//! Executes one x87 instruction of the host whose operands are the guest's registers.
+//! Executes one x87 instruction of the host on operands that are the guest's registers.
 //!
 //! Sticky flags stay set in the host's status word, because clearing them takes longer than most instructions.
-//! (`simd::host` does the same with MXCSR.) If afterwards the host has a flag set that is clear in the guest, it is not
-//! known whether this instruction has set it. Then the host's flags are cleared, and the instruction is executed once
-//! more. FLDCW is skipped if the guest's control word equals the host's.
+//! (`simd::host` does the same with MXCSR.) So if the host has a flag set afterwards that is clear in the guest, this
+//! instruction or an earlier one may have set it. To find out, the code clears the host's flags, and executes the
+//! instruction once more. The code does not load the control word if the guest's equals the host's.
 
 use crate::state::{F80, State};
 use crate::x87::Stub;
 use core::arch::asm;
 
-/// The sticky flags in the status word: the exception flags and the stack fault flag.
+/// The sticky flags of the status word: the exception flags and the stack fault flag.
 pub(super) const STICKY: u16 = 0x7f;
 
-/// The operands of a call to the host.
+/// The operands of a stub.
 pub(super) struct Call<'s> {
     stub: usize,
-    /// The address of ST(0). The next fields are the addresses of ST(i) and of the register for the result.
+    /// The address of ST(0). The next fields are the addresses of ST(i), and of the register for the result.
     a: *const F80,
     b: *const F80,
     pub(super) to: *mut F80,
@@ -26,10 +26,11 @@ pub(super) struct Call<'s> {
     clear: u32,
 }
 
-/// Defines functions that run a stub on the host. Such a function runs the code `load`, which pushes the operands,
-/// calls the stub, and runs `then` and `store`. `store` empties the stack. If the host then has a flag set that is
-/// clear in the guest, the function does all this once more, because the flag may have been set before. It returns the
-/// status word and the value that `then` has left in RDX.
+/// Defines functions that run a stub on the host. Such a function pushes the operands in `load`, calls the stub, runs
+/// the code `then`, and pops the values to the operands in `store`, after which the host's stack is empty. If the host
+/// has a flag set after the stub that is clear in the guest, the function clears the host's flags and does this once
+/// more, because an earlier instruction may have set the flag. Returns the status word and the value that `then` has
+/// left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]
@@ -99,7 +100,7 @@ calls! {
 }
 
 impl State {
-    /// Makes the call of `stub` whose operands are these physical registers.
+    /// Returns the operands for a call of `stub`, from the indices of the guest's registers.
     #[inline(always)]
     pub(super) fn call<'s>(
         &'s mut self,

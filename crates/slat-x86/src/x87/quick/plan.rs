@@ -1,4 +1,5 @@
-//! A handler's data about its instruction, besides the operands. It is computed once, when the instruction is decoded.
+//! What a quick handler has to know about its instruction, besides the operands. It is computed when the instruction is
+//! decoded.
 
 use crate::op::Op;
 use crate::state::flags::{AF, ALWAYS, ARITHMETIC, OF, SF};
@@ -8,26 +9,26 @@ use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 /// The condition codes, as bits of the upper byte of the status word.
 const CONDITIONS: u8 = 0x47;
 
-/// A handler's data about its instruction. It is packed into `op.imm`. The low 16 bits of `op.imm` are the
-/// instruction's own stub.
+/// What a quick handler has to know about its instruction. It is packed into the upper bits of `op.imm`. The low 16
+/// bits are the instruction's own stub.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
-    /// The stub that the handler calls. It may be another form of the instruction that leaves fewer values on the
-    /// host's stack.
+    /// The stub that the handler calls. It may be that of another form of the instruction, which leaves fewer values on
+    /// the host's stack.
     pub(super) stub: Stub,
-    /// The pointers and flags that the instruction writes besides its result.
+    /// Which pointers and flags the instruction writes, apart from its result: bits such as [`IP`].
     pub(super) touches: u8,
-    /// The condition codes that the instruction writes.
+    /// Which condition codes the instruction writes.
     pub(super) conditions: u8,
-    /// The number of the second operand: it is ST(`other`).
+    /// The number of the second operand, ST(`other`).
     pub(super) other: u8,
-    /// The number of the register for the result: it is ST(`destination`).
+    /// The number of the register that gets the result, ST(`destination`).
     pub(super) destination: u8,
     /// The number of registers that the instruction pops at its end.
     pub(super) pops: u8,
 }
 
-/// The bits of [`Plan::touches`]. The first three are FIP, FDP and FOP. The last one is for OF, SF and AF, which
+/// The bits of [`Plan::touches`]. The first three mean FIP, FDP and FOP. The last one means OF, SF and AF, which
 /// comparisons clear on some CPUs.
 pub(super) const IP: u8 = 1 << 0;
 pub(super) const DP: u8 = 1 << 1;
@@ -57,13 +58,13 @@ impl Plan {
     }
 }
 
-/// Returns the result of [`probe`] for an instruction. Probes each instruction only once.
+/// Returns the result of [`probe`] for an instruction, which is probed only once per process.
 pub(super) fn touched(stub: Stub) -> (u8, u8) {
     static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
-    /// The bit of the result that says that the instruction was probed. This is bit 15, which is not a condition code.
+    /// The bit of a result that says that the instruction was probed: bit 15, which is not a condition code.
     const ASKED: u8 = 0x80;
     let found = &FOUND[usize::from(stub.0)];
-    // Two threads may probe the instruction at the same time. Both get the same result.
+    // Two threads may probe the instruction at the same time, with the same result.
     let known = match found.load(Relaxed) {
         0 => {
             let (touches, conditions) = probe(stub);
@@ -78,8 +79,8 @@ pub(super) fn touched(stub: Stub) -> (u8, u8) {
 }
 
 /// Executes an instruction in a usual state, to find out which pointers, flags and condition codes it writes on this
-/// host. CPUs differ in this. Newer CPUs write FOP and FDP only if an exception is not masked. And if the manuals leave
-/// a flag undefined, a CPU may leave it unchanged.
+/// host. CPUs differ: newer CPUs write FOP and FDP only if an exception is not masked, and a CPU may or may not change
+/// a flag that the manuals leave undefined.
 fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];
@@ -105,7 +106,7 @@ fn probe(stub: Stub) -> (u8, u8) {
         run.call(stub);
         run
     };
-    // An instruction that pushes needs an empty ST(7). Another instruction may need a full ST(7).
+    // An instruction that pushes needs an empty ST(7); another one may need a full ST(7). So try both.
     const STACK_FAULT: u32 = 1 << 6;
     let tags = match run(0, 0).image.fsw & STACK_FAULT {
         0 => 0,

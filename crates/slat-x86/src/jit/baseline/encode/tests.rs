@@ -1,4 +1,4 @@
-//! Checks that a disassembler reads the instructions that [`Assembler`] has written.
+//! Checks that a disassembler reads back the instructions that [`Assembler`] has encoded.
 
 use super::*;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter};
@@ -58,7 +58,7 @@ fn memory(size: u8, base: Reg, disp: i32) -> String {
     }
 }
 
-/// Removes the widths of memory operands from a text, because only some formatters write them.
+/// Removes the widths of memory operands from a text, because some formatters do not write them.
 fn plain(text: &str) -> String {
     let widths = ["dword ptr ", "qword ptr ", "byte ptr ", "word ptr "];
     widths
