@@ -12,8 +12,8 @@ use crate::tier::Access;
 /// An aligned access of at most 8 bytes is single-copy atomic (DDI 0487, B2.2). Exclusive stores and atomic operations
 /// use [`compare_exchange`](Self::compare_exchange). On memory that processors on other threads share,
 /// `compare_exchange` must be one atomic operation of the host. A lock is not enough, because plain stores of other
-/// processors do not take it. An exclusive store fails if the memory's value has changed since the exclusive load. If
-/// another processor has stored the same value again, it succeeds.
+/// processors do not take it. An exclusive store fails if the memory's value has changed since the exclusive load. It
+/// succeeds although another processor has stored, if the value is the same as before.
 pub trait Memory {
     /// Why an access fails.
     type Fault;

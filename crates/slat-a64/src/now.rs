@@ -12,7 +12,7 @@ use crate::system::{self, Refused, ZERO_BLOCK_BYTES};
 use crate::tier::{Access, Exception, Kind, Tier};
 use core::sync::atomic::{Ordering, fence};
 
-/// Why an instruction ended early. It has changed nothing.
+/// Why an instruction ended early. Such an instruction has changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop<F> {
     /// The instruction raises an exception.

@@ -95,7 +95,7 @@ pub(crate) trait Tier {
     type Bool: Copy;
     /// A vector of 128 bits.
     type Vector: Copy;
-    /// Why an instruction ended early. It has changed nothing.
+    /// Why an instruction ended early. Such an instruction has changed nothing.
     type Stop;
 
     /// Returns the address of the current instruction.

@@ -49,7 +49,7 @@ impl<J> Jobs<J> {
         has_memory
     }
 
-    /// Whether fewer than [`JOBS`] jobs wait.
+    /// Whether so few jobs wait that another one may be added.
     pub fn has_room(&self) -> bool {
         lock(&self.waiting).len() < JOBS
     }

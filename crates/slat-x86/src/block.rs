@@ -1,5 +1,4 @@
-//! One basic block: decoded operations, and the bytes from which they were decoded. These bytes are compared with
-//! memory.
+//! One basic block: decoded operations, and the code bytes from which they were decoded, to compare them with memory.
 
 use crate::heap::OutOfMemory;
 use crate::key::Key;

@@ -25,7 +25,8 @@ impl BusLock {
         if *exit == Exit::BusLock && self.when == BusLocks::ExitBefore {
             self.rip = Some(rip);
         } else if self.passes {
-            // This run ended before it reached the instruction, so the next run may still lock the bus at it.
+            // This run ended before it reached the instruction. So the next run may execute the instruction although it
+            // locks the bus.
             self.rip = Some(began);
         }
     }

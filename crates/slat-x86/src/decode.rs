@@ -123,8 +123,8 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
-        // A segment with a limit of 4 GiB wraps around: its first byte follows its last byte. So no instruction ends
-        // beyond it.
+        // In a segment with a limit of 4 GiB, the first byte follows the last byte. So no instruction ends beyond such
+        // a segment.
         let end = match self.state.cs.limit {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,

@@ -6,8 +6,8 @@
 //! every record, CF is `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
 //!
 //! ADD and SUB can be handled alike, because `a + b = r` means `r - b = a`. Both record as `x` and `y` the operands of
-//! a subtraction, from which CF, OF and AF follow. For SUB, the result is the difference of `x` and `y`; for ADD, it is
-//! `x`.
+//! a subtraction, from which CF, OF and AF follow. The result of SUB is the difference of `x` and `y`. The result of
+//! ADD is `x`.
 
 use crate::Cpu;
 use crate::int::Int;

@@ -95,9 +95,9 @@ impl Executor {
         self.take_compiled();
     }
 
-    /// Returns the block whose region was running when `attention` ended the run. `next` is the block that runs next.
-    /// It may belong to another region: a region without loops ends before it checks `attention`. If `next` were always
-    /// sampled, code without loops would never be.
+    /// Returns the block whose region was running when `attention` ended the run. `next` is the block that runs next,
+    /// which may belong to another region: a region without loops ends before `attention` is checked. If `next` were
+    /// always sampled, code without loops would never be sampled.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: a block lives until all blocks are freed, which this function does not do.
         let next_block = unsafe { next.as_ref() };

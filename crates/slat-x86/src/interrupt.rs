@@ -2,7 +2,7 @@
 //!
 //! A delivery first reads all data and writes the stack frame, and only then changes registers. So the CPU can abandon
 //! it at any memory access, and start it again. Pending events are in `state.events`. An exception during the delivery
-//! of another exception becomes a double fault; an exception during the delivery of that ends the run with
+//! of another exception becomes a double fault. An exception during the delivery of the double fault ends the run with
 //! [`Exit::Shutdown`].
 
 use crate::frame::Frame;

@@ -281,7 +281,7 @@ impl Executor {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // Only an INT3 that the debugger claims raises #BP in this way.
+            // The guest's own INT3 delivers #BP itself. Here the INT3 is one that the debugger claims.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,

@@ -58,7 +58,7 @@ struct Installed {
     verified: u64,
 }
 
-/// A hasher of a few integers. It need not resist chosen keys much: the guest chooses only addresses that it executes.
+/// A hasher of a few integers. It need not be strong: the guest chooses only addresses that it executes.
 #[derive(Default)]
 struct Mixer(u64);
 

@@ -1,5 +1,5 @@
-//! The functions that compiled code calls for everything that it does not do itself. They call the interpreter's
-//! functions.
+//! The functions that compiled code calls for everything that it does not do itself. These helpers call the
+//! interpreter's functions.
 //!
 //! A helper that has failed has changed nothing. Compiled code then leaves to the interpreter, which executes the
 //! instruction again and meets the same failure.

@@ -1,5 +1,5 @@
-//! The guest code of a region: instructions of one page that execution can reach from the first one. It includes called
-//! functions and the code to which they return.
+//! The guest code of a region: the instructions of one page that execution can reach from the region's first
+//! instruction, including called functions and the code to which they return.
 
 use super::context::Context;
 use super::uses::{Flow, uses};

@@ -1,7 +1,7 @@
 //! The state of a translation: the values of registers and flags, and the checkpoints.
 //!
-//! The registers that a region uses are Cranelift variables, which compiled code loads from the state at the beginning
-//! of the region. [`Plan`](super::plan::Plan) says where it writes them back.
+//! The registers that a region uses are Cranelift variables. Compiled code loads them from the state at the beginning
+//! of the region, and writes them back where [`Plan`](super::plan::Plan) says.
 //!
 //! The flags are four variables, each in the form of a field of [`SavedFlags`]. This form costs almost nothing to
 //! compute, so a loop that sets flags without using them loses little. A checkpoint saves the variables as they are.
@@ -65,7 +65,7 @@ pub(super) struct Translator<'a> {
     pub(super) tlb: Value,
     pub(super) now: Now,
     pub(super) heads: BTreeMap<u64, Block>,
-    /// The addresses in the region to which called functions return ([`Plan::returns`]).
+    /// The addresses in the region to which called functions return ([`Plan::returns`](super::plan::Plan::returns)).
     pub(super) returns: Vec<u64>,
     pub(super) points: Vec<Point>,
     /// The blocks that leave at a checkpoint, by the checkpoint's index in `points`.

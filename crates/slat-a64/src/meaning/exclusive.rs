@@ -64,7 +64,7 @@ pub(super) fn load<T: Tier>(
     };
     if acquire && all == 4 {
         // A load-acquire must not overtake earlier store-releases (B2.3.11), but a load of 16 bytes acquires nothing
-        // itself. So there is a fence on both sides of it.
+        // itself. So the load has a fence before it and one after it.
         t.fence();
     }
     let bytes = match all {

@@ -21,7 +21,7 @@ use crate::tlb;
 
 const PAGE: u64 = 1 << tlb::PAGE_BITS;
 
-/// A processor's translations and decoded code, and the machine below. It exists while the processor executes.
+/// A processor's translations and decoded code, and the machine below, for the time of a run.
 pub(crate) struct Mmu<'a, H> {
     pub(crate) caches: &'a mut Caches,
     pub(crate) below: &'a mut H,

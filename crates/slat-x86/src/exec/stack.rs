@@ -187,7 +187,7 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Gives an operation without a memory operand the segment SS. So a non-canonical stack address raises #SS.
+/// Gives an operation without a memory operand the segment SS, so that a non-canonical stack address raises #SS.
 fn on_stack(op: &mut Op) {
     if op.r[0] != MEM {
         op.seg = 2;

@@ -13,7 +13,7 @@ const RIGHTS: u32 = 0xf3;
 const LIMIT: u64 = 0xffff;
 /// The offset of a 16-bit field in the 32-bit TSS. The field holds the offset of the I/O permission bitmap.
 const IO_MAP: u64 = 0x66;
-/// The size of the interrupt redirection bitmap in bytes. It ends where the I/O permission bitmap begins.
+/// The size in bytes of the interrupt redirection bitmap, which ends where the I/O permission bitmap begins.
 const REDIRECTION_BYTES: u64 = 32;
 /// The flags that POPF and IRET load in virtual-8086 mode.
 pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::NT;

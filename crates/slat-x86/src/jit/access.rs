@@ -1,6 +1,7 @@
-//! Accesses of compiled code to guest memory. The code first tries the page of the last access, which is often the same
-//! page. If there was no last access, it looks the address up in the TLB. Then it makes the access, which is guarded.
-//! These steps are inline code. In all other cases the code calls a helper.
+//! Accesses of compiled code to guest memory. If the distance between an address and that of the last access is known,
+//! the code first checks whether both are in one page, which is often so. Otherwise it looks the address up in the TLB.
+//! Then it makes the access, which is guarded. These steps are inline code. If the check or the look-up fails, the code
+//! calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -36,9 +37,9 @@ impl Kind {
 }
 
 impl Translator<'_> {
-    /// Emits code that finds the host address of an access. If the access is in the page of the last access, the code
-    /// adds the distance between the two addresses, which is the same in host memory. If there was no last access, it
-    /// looks the address up in the TLB. If neither succeeds, it calls a helper.
+    /// Emits code that finds the host address of an access. If the distance to the last access is known, and both are
+    /// in one page, the code adds the distance to the last host address. If the distance is not known, the code looks
+    /// the address up in the TLB. If neither succeeds, it calls a helper.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {

@@ -11,7 +11,8 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
 impl Translator<'_> {
-    /// Translates an instruction of these kinds. Returns `None` without effect if there is no translation.
+    /// Translates a bit instruction, double shift or division. Returns `None` without effect if there is no
+    /// translation.
     pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;

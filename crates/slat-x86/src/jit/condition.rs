@@ -1,6 +1,6 @@
 //! The arithmetic flags of compiled code. A flag is computed only when an instruction reads it.
 //!
-//! The translator knows which operation of the block was the last to set the flags, and computes a condition from that
+//! The translator knows which operation of the path was the last to set the flags, and computes a condition from that
 //! operation's operands. So a condition after a comparison becomes one comparison of the host. At the end of a path,
 //! and where a region is left, compiled code writes the record that the interpreter uses (`flags::Lazy`). A path begins
 //! with such a record.

@@ -39,7 +39,8 @@ fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
 }
 
 impl Translator<'_> {
-    /// Translates an instruction of these kinds. Returns `None` without effect if there is no translation.
+    /// Translates a vector instruction that reorders or shifts elements. Returns `None` without effect if there is no
+    /// translation.
     pub(super) fn element_instruction(
         &mut self,
         insn: &Instruction,
@@ -175,7 +176,8 @@ impl Translator<'_> {
                 let value = self.as_elements(value, ty);
                 match shift {
                     Each::ShiftSigned => self.b.ins().sshr_imm(value, count.min(bits - 1)),
-                    // The result of such a count is 0. Cranelift would use the count modulo the width.
+                    // A shift by the element's width or more results in 0. Cranelift would use the count modulo the
+                    // width.
                     _ if count >= bits => self.zeroes(),
                     Each::ShiftLeft => self.b.ins().ishl_imm(value, count),
                     _ => self.b.ins().ushr_imm(value, count),

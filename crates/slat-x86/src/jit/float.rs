@@ -41,8 +41,8 @@ fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
 }
 
 impl Translator<'_> {
-    /// Call before a floating-point instruction. The emitted code makes sure that the host's MXCSR has the guest's
-    /// value. It keeps this value to the end of the block, unless a handler is called.
+    /// Call before a floating-point instruction. Emits code that makes sure that the host's MXCSR has the guest's
+    /// value. MXCSR keeps the guest's value to the end of the block, unless a handler is called.
     pub(super) fn begin_floats(&mut self) {
         if std::mem::replace(&mut self.now.has_floats, true) {
             return;

@@ -63,9 +63,9 @@ impl Found {
     }
 }
 
-/// A helper that compiled code calls for a result. If there is no result, it returns from the whole region instead, and
-/// the interpreter continues. For this, RBP must point to the region's frame. So compiled code needs neither a check
-/// nor a block for this case.
+/// A helper that returns a result to compiled code. If there is no result, the helper returns from the whole region
+/// instead, and the interpreter continues. For this, RBP must point to the region's frame. So compiled code needs no
+/// check after the call.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
     /// The helper with System V's calling convention.

@@ -28,7 +28,7 @@ pub(super) struct PlainSegment {
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     pub(super) known: [Option<Value>; 32],
-    /// The halves that must be written back to the CPU: one bit for each half.
+    /// The halves of vector registers that must be written back to the CPU: one bit for each half.
     pub(super) changed: u32,
     /// The registers with floating-point results that no instruction has used yet: one bit for each register.
     pub(super) computed: u32,

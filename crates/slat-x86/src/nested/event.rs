@@ -66,8 +66,8 @@ impl Event {
         }
     }
 
-    /// Whether VMRUN can inject the event: its kind is valid, and if it is an exception, its vector is one of an
-    /// exception.
+    /// Whether VMRUN can inject the event: its kind is valid, and the vector of an exception is less than 32 and not 2
+    /// (NMI).
     pub(crate) fn is_injectable(self) -> bool {
         match self.kind() {
             None => false,

@@ -18,7 +18,7 @@ impl Random {
             selector: self.next() as u16,
             base: if wide { self.next() } else { self.next() >> 32 },
             limit: self.next() as u32,
-            // Such a segment counts as unusable if it is not present.
+            // SMRAM stores an unusable segment as one that is not present, so it is loaded as unusable.
             rights: loaded_rights(rights),
         }
     }

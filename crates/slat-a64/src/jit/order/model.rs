@@ -35,7 +35,7 @@ pub(super) enum Op {
 pub(super) enum Model {
     /// Arm's (DDI 0487, B2.3).
     Arm,
-    /// x86's (Intel SDM volume 3, 9.2; AMD APM volume 2, 7.2). It ignores `acquires` and `releases`.
+    /// x86's (Intel SDM volume 3, 9.2; AMD APM volume 2, 7.2). This model ignores `acquires` and `releases`.
     X86,
 }
 

@@ -70,7 +70,8 @@ impl Generator<'_> {
             // The target's code was made already, and its values were kept only for the branches that were known then.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
-            // `count_block` might release a value that the branch passes as a parameter.
+            // For a rare block, `count_block` removes the block's uses. This might release a value that the branch
+            // passes as a parameter.
             None if target.is_rare && !parameters.is_empty() => Err(Unknown),
             None => {
                 let (entry, moves) =
@@ -99,8 +100,8 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // If other branches lead to the block, they would have to load constants into registers for it. So the
-            // block loads constants itself.
+            // Other branches to the block would have to load a constant into the register that the block expects. So
+            // the block loads constants itself.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -200,7 +201,7 @@ impl Generator<'_> {
             || self.constant(value).is_some()
     }
 
-    /// Emits the moves. They have the effect of being made at the same time.
+    /// Emits the moves, with the effect that all are made at the same time.
     pub(super) fn make(&mut self, mut moves: Moves) {
         // First push the values for slots on the stack, and write them to the slots after all other values have been
         // read.

@@ -205,7 +205,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Compiles a late block. It begins with the values where they were at the branch to it.
+    /// Compiles a late block. At its beginning, values are where they were at the branch to it.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {

@@ -290,8 +290,8 @@ impl Maker<'_, '_> {
         }
         let (given, more) = (self.value(I64), self.value(ty));
         if self.rng.below(3) == 0 {
-            // The first block also calls a function. So after it some values are in slots that are in registers after
-            // the second block.
+            // The first block also calls a function. So some values are in slots after the first block, and in
+            // registers after the second block.
             let first = self.b.create_block();
             self.b.ins().brif(condition, first, &[], side, &[]);
             self.b.switch_to_block(first);
