@@ -15,8 +15,8 @@ const PAN: u64 = 1 << 22;
 pub(crate) const SS: u64 = 1 << 21;
 const IL: u64 = 1 << 20;
 const DAIF_SHIFT: u32 = 6;
-/// The mode field: bit 4 means AArch32, which this processor does not have; then EL1, and EL1 with its own stack
-/// pointer.
+/// Bits of the mode field. Bit 4 means AArch32, which this processor does not have. The next two constants are the bits
+/// for EL1, and for its own stack pointer. The last constant is the whole field.
 const AARCH32: u64 = 1 << 4;
 const EL1: u64 = 1 << 2;
 const OWN_STACK: u64 = 1 << 0;

@@ -70,9 +70,8 @@ impl Executor {
         }
     }
 
-    /// Call when the data of a string input could not be stored. Drops the rest of the data if this raises an exception
-    /// or a
-    /// #VMEXIT.
+    /// Call when the data of a string input could not be stored. Drops the rest of the data if the failure causes an
+    /// exception or a #VMEXIT.
     fn input_failed(&mut self, why: Break) -> Option<Exit> {
         if !matches!(why, Break::Retry | Break::Exit) {
             self.devices.port = None;

@@ -37,7 +37,7 @@ pub struct Cpu {
     pub(crate) lazy: Lazy,
     /// The architectural state. It is complete while the CPU does not run.
     pub state: State,
-    /// What the caller of the run asks for: when the run is to end.
+    /// The requests of the run's caller: when the run is to end.
     pub requests: Requests,
 
     pub(crate) features: Features,

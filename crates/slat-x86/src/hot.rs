@@ -72,7 +72,7 @@ impl Executor {
 
     /// Call when a block with compiled code is about to run, and `attention` has ended the last run at this block. That
     /// makes the block a *sample* of the code that takes much time. At the second sample of a region, requests its
-    /// compilation by Cranelift, which takes less time than has passed since the first sample.
+    /// compilation by Cranelift. The compilation takes less time than has passed between the two samples.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {

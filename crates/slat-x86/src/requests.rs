@@ -1,4 +1,4 @@
-//! What the caller asks for: the events that end a run.
+//! The caller's requests: the events at which a run is to end.
 
 use crate::watch::Debugger;
 use std::time::Duration;

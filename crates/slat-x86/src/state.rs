@@ -510,7 +510,7 @@ fn bytes<const N: usize>(image: &[u8], at: usize) -> [u8; N] {
     out
 }
 
-/// Returns the canonical address with the same low 48 bits as `address`, or 57 bits if CR4.LA57 is set.
+/// Returns the canonical address with the same low 48 bits as `address` (the same low 57 bits if CR4.LA57 is set).
 pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
     let shift = match cr4 & control::CR4_LA57 {
         0 => 16,

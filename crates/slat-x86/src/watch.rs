@@ -13,7 +13,7 @@ pub(crate) const DR6_BT: u64 = 1 << 15;
 /// The bit GD (general detect) of DR7.
 pub(crate) const DR7_GD: u64 = 1 << 13;
 
-/// What a debugger outside the guest asks for.
+/// The requests of a debugger outside the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
     /// Whether the run ends after every instruction, as by a trap.

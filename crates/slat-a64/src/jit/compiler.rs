@@ -82,7 +82,7 @@ impl Compiler {
         unsafe { self.arena.announce(slat_jit::failed_access()) };
     }
 
-    /// Compiles what processors ask for, and never returns. Call on a separate thread, where no filter of system calls
+    /// Compiles the code that processors request, and never returns. Call on a separate thread, where no filter of system calls
     /// forbids `mprotect`.
     pub fn work(&self) -> ! {
         let mut workshop = Workshop::default();

@@ -3,10 +3,10 @@
 //! Compiled code holds the guest's registers in values of the host function. Where the interpreter may have to
 //! continue, they must be in the [`State`](crate::state::State). Such a point is a *checkpoint*: before its
 //! instruction, compiled code writes the registers to the state, and the flags to the frame. If a later instruction
-//! ends early, the interpreter executes all instructions from the last checkpoint on again. So after compiled code has
-//! changed anything else, such as memory, the next instruction that may end early needs a new checkpoint. So a
-//! checkpoint is made before the first access of a block, and before the first access after a store or a change of
-//! FPSR; a sequence of loads needs one checkpoint only.
+//! ends early, the interpreter executes all instructions from the last checkpoint on again. For this reason, after
+//! compiled code has changed anything else, such as memory, the next instruction that may end early needs a new
+//! checkpoint. A checkpoint is therefore made before the first access of a block, and before the first access after a
+//! store or a change of FPSR. A sequence of loads needs one checkpoint only.
 //!
 //! A register is *dirty* where the state may have an older value. Which registers are dirty at the beginning of a block
 //! follows from the blocks that can precede it.

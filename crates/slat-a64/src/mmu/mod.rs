@@ -186,7 +186,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
     }
 
     /// Like [`place_once`](Self::place_once), but if an instruction reads and writes, and a read would have the same
-    /// fault, reports it as a read's fault.
+    /// fault, reports the fault as that of a read.
     fn place(
         &mut self,
         state: &State,

@@ -47,7 +47,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // The first step of DAS may borrow although its second step is not taken; DAA cannot carry so.
+    // The first step of DAS may borrow although the second step is not taken. The first step of DAA cannot carry then.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

@@ -25,8 +25,8 @@ use std::mem::offset_of;
 /// Checks whether a target's page is still valid, unless that needs a translation. The target must have the CPU's
 /// edition. Returns whether the target may be entered.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
-    // SAFETY: the page is alive as long as the edition equals the CPU's, and nothing else refers to the page while no
-    // block is running.
+    // SAFETY: the page is alive as long as the target's edition equals the CPU's, and nothing else refers to the page
+    // while no block is running.
     let page = unsafe { &mut *target.page.cast_mut() };
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }

@@ -91,7 +91,7 @@ impl<'a> Paths<'a> {
         self.next(node, back).map(|_| back)
     }
 
-    /// Returns the instructions that a loop can execute before it is back at its beginning `root`.
+    /// Returns the instructions that one iteration of the loop that begins at node `root` can execute.
     pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
         let nodes = self
             .nodes
@@ -217,7 +217,8 @@ impl<'a> Paths<'a> {
             && above.all(|node| self.nodes[node].block != block)
     }
 
-    /// Records that the path leads from a node back to its beginning: marks the node and those before it.
+    /// Records that a branch leads from a node back to the beginning of the path. Marks this node and all nodes
+    /// before it in the path.
     fn turn(&mut self, node: usize) {
         let mut above = Some(node);
         while let Some(node) = above {

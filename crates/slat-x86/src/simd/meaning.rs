@@ -1,4 +1,4 @@
-//! Describes what the vector instructions do that the compiler translates itself.
+//! Descriptions of the vector instructions that the compiler translates itself.
 
 /// The size and type of a vector's elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -18,7 +18,7 @@ pub(crate) enum Elements {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Each {
     And,
-    /// AND of the complement of the first operand and the second operand.
+    /// ANDs the second operand with the complement of the first operand.
     AndNot,
     Or,
     Xor,

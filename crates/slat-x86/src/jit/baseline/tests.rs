@@ -276,8 +276,8 @@ impl Maker<'_, '_> {
         self.values.truncate(known);
     }
 
-    /// Emits a conditional branch to two blocks, after which the code continues together. One of them may be rare and
-    /// call a function.
+    /// Emits a conditional branch to two blocks, both of which then jump to the same block. One of the two may be rare
+    /// and call a function.
     fn fork(&mut self) -> Value {
         let ty = self.rng.pick(&TYPES);
         let condition = self.condition();

@@ -85,7 +85,8 @@ impl Generator<'_> {
         }
         for block in func.layout.blocks() {
             let target = &mut self.targets[block.index()];
-            // A block with several branches to it is not treated as rare: its uses would count at only one of them.
+            // A block with several branches to it is not treated as rare, because the values that it uses would count as
+            // used at only one of these branches.
             target.is_rare = func.layout.is_cold(block) && target.branches == 1;
         }
         self.hold_for_loops(loops);
