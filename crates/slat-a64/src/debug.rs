@@ -75,7 +75,7 @@ impl State {
         }
     }
 
-    /// Like [`breakpoint`](Self::breakpoint), but returns those of watchpoint `n`.
+    /// Returns the value and the control of watchpoint `n`: the debugger's if there is one, else the guest's.
     fn watchpoint_registers(&self, n: usize) -> [u64; 2] {
         match &self.debugger {
             Some(debugger) => debugger.watchpoint(n),

@@ -50,7 +50,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 /// The number of stores to a marked page after which the mark is removed, unless the page's code was compared in
 /// between.
 const STRIKES: u64 = 15;
-/// The number of low bits of a page's slot, below the version, that count these stores.
+/// The number of low bits of a page's slot, below the version, that count the stores to the marked page.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 

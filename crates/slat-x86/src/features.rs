@@ -1,7 +1,7 @@
 //! The features of the guest's CPU beyond the baseline: those that its CPUID reports and this CPU implements.
 //!
-//! If a feature is absent, its control bits are reserved and its instructions raise #UD, if hardware under KVM behaves
-//! so, too.
+//! Control bits of an absent feature are reserved, and its instructions raise #UD, wherever hardware under KVM does the
+//! same.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 

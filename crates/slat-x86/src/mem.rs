@@ -405,7 +405,7 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. The interpreter makes those to devices, and those that need an
+/// Accesses of compiled code that miss the TLB. The interpreter makes accesses to devices, and accesses that need an
 /// alignment check.
 #[cfg(feature = "jit")]
 impl Cpu {

@@ -141,8 +141,8 @@ impl Compiler {
                 Some(region)
             }
             Err(Refused::Full) => {
-                // The memory for code is full: once all processors have dropped their regions, these are freed.
-                // Processors ask again for code that is still hot.
+                // The memory for code is full. The regions are freed once all processors have dropped them. Then
+                // the processors request again the code that is still hot.
                 known.clear();
                 self.generation.fetch_add(1, Ordering::Relaxed);
                 None

@@ -238,7 +238,7 @@ impl Translator<'_> {
             let is_positive = self.v.b.ins().fcmp(FloatCC::GreaterThan, a, least);
             fits = self.v.b.ins().band(fits, is_positive);
         }
-        // Convert 0 instead of a number out of range: the host would report some of these as inexact.
+        // Convert 0 instead of a number out of range: the host would report some of these conversions as inexact.
         let zero = self.number_constant(0.0, shape);
         let converted = self.v.b.ins().select(fits, a, zero);
         let integer = self.v.b.ins().fcvt_to_sint_sat(I64, converted);
@@ -248,7 +248,7 @@ impl Translator<'_> {
         Some(Vector::Halves([integer, zero]))
     }
 
-    /// Emits a conversion from an integer of `bits` bits. It can neither overflow nor underflow.
+    /// Emits a conversion from an integer of `bits` bits. The conversion can neither overflow nor underflow.
     fn number_from(
         &mut self,
         function: &Function,

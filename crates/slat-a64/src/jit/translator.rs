@@ -56,7 +56,7 @@ pub(super) struct Now {
 pub(super) struct Translator<'a> {
     pub(super) v: Values<'a>,
     pub(super) context: Context,
-    /// The variables of the registers, by register number. `flags` are those of the flags.
+    /// The variables of the registers, by register number. `flags` has the variables of the flags.
     pub(super) registers: Vec<Variable>,
     pub(super) flags: [Variable; 4],
     pub(super) budget: Variable,

@@ -142,7 +142,7 @@ impl Translator<'_> {
     }
 
     /// Moves the elements of the first two operands with even indices to the first operand, and those with odd indices
-    /// to the second one. Then a function on adjacent pairs becomes one on lanes.
+    /// to the second one. Then a function on adjacent pairs becomes a function on lanes.
     pub(super) fn unzipped(
         &mut self,
         function: &Function,

@@ -118,7 +118,7 @@ pub(super) struct Now {
     pub(super) vectors: Vectors,
     /// The operation that was the last to set the flags.
     pub(super) flags: Flags,
-    /// Whether these flags are in the CPU's record.
+    /// Whether `flags` are in the CPU's record.
     pub(super) are_flags_recorded: bool,
     /// Whether the host's MXCSR certainly has the guest's value here.
     pub(super) has_floats: bool,

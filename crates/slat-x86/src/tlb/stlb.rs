@@ -92,9 +92,9 @@ fn world_of(name: u16) -> usize {
 /// Which translations of a page to drop.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// For INVLPG: those of the current space, and global ones.
+    /// For INVLPG: the translations of the current space, and global ones.
     CurrentAndGlobal,
-    /// For INVPCID of type 0: those of the space with this name, but not global ones.
+    /// For INVPCID of type 0: the translations of the space with this name, but not global ones.
     Of(u16),
 }
 
