@@ -82,8 +82,8 @@ impl Compiler {
         unsafe { self.arena.announce(slat_jit::failed_access()) };
     }
 
-    /// Compiles the code that processors request, and never returns. Call on a separate thread, where no filter of system calls
-    /// forbids `mprotect`.
+    /// Compiles the code that processors request, and never returns. Call on a separate thread, where no filter of
+    /// system calls forbids `mprotect`.
     pub fn work(&self) -> ! {
         let mut workshop = Workshop::default();
         loop {
