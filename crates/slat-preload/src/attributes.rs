@@ -1,4 +1,5 @@
-//! Implements the calls by path about owner, mode and extended attributes of KVM's files.
+//! Implements the system calls that take a path and get or set owner, mode and extended attributes, for `/dev/kvm` and
+//! slat's other KVM files.
 //!
 //! libvirt makes a separate `/dev` for each guest. To do so, libvirt reads the device's access control list, and sets
 //! the node's owner. slat serves every user, so it does not store an owner and a mode. Calls that change owner or mode
@@ -11,7 +12,7 @@ use crate::real::{call, call_as_library, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Handles a call about the file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`:
-/// the kernel has to serve the call. Before the program's first use of KVM, the kernel serves every call.
+/// the kernel has to serve the call. Until the program first uses KVM, the kernel serves every call.
 fn about(
     directory: c_int,
     path: *const c_char,
@@ -37,7 +38,7 @@ fn as_owner() -> Result<isize, i32> {
     }
 }
 
-/// Implements fchownat and all equivalent calls. `kernels` makes the kernel's call.
+/// Implements fchownat and all equivalent calls. `kernels` makes the call in the kernel.
 pub fn change_owner(
     directory: c_int,
     path: *const c_char,
@@ -52,7 +53,7 @@ pub fn change_owner(
     answer.unwrap_or_else(kernels) as c_int
 }
 
-/// Implements fchmodat and all equivalent calls. `kernels` makes the kernel's call.
+/// Implements fchmodat and all equivalent calls. `kernels` makes the call in the kernel.
 pub fn change_mode(
     directory: c_int,
     path: *const c_char,
@@ -64,7 +65,7 @@ pub fn change_mode(
 /// Makes the system call `number`, which reads or writes extended attributes of the file at `path`.
 ///
 /// # Safety
-/// The conditions are those of the call.
+/// The conditions are those of the system call `number`.
 pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) -> isize {
     let answer = about(libc::AT_FDCWD, path, || match number {
         libc::SYS_listxattr | libc::SYS_llistxattr => Ok(0),
@@ -75,10 +76,10 @@ pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) 
     answer.unwrap_or_else(|| unsafe { call!(number, path, b, c, d, e) })
 }
 
-/// Makes the kernel's call of chown or lchown.
+/// Makes chown or lchown in the kernel, by fchownat.
 ///
 /// # Safety
-/// The conditions are those of the call.
+/// The conditions are those of chown(2).
 unsafe fn change_owner_here(
     path: *const c_char,
     user: c_uint,

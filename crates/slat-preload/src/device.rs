@@ -13,13 +13,13 @@ use crate::paths::DescriptorPath;
 use crate::real::raw;
 use crate::table;
 
-/// The arguments with which a client opens a file: those of open(2), or of openat2(2), which refuses unknown flags.
+/// The arguments of the open(2) or openat2(2) with which a client opens a file. openat2(2) refuses unknown flags.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct How {
     /// The flags `O_…`.
     pub flags: u64,
-    /// The rights of a file that the call creates.
+    /// The mode of a file that the call creates.
     pub mode: u64,
     /// The flags `RESOLVE_…` of openat2(2).
     pub resolve: u64,
@@ -69,11 +69,11 @@ impl Opening {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 
-    /// Opens again the file that `fd` refers to, with these arguments. The file exists, is no directory, and keeps its
-    /// content. The kernel refuses the arguments that it would refuse for a device.
+    /// Opens the file that `fd` refers to once more, with the client's arguments. Does not create or truncate the file,
+    /// and does not open a directory. Returns the kernel's error for arguments that are invalid for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
-        // The path is a symbolic link, so `O_NOFOLLOW` would refuse it. `O_TRUNC` would change the content.
+        // The path in `/proc` is a symbolic link, so `O_NOFOLLOW` would fail. `O_TRUNC` would truncate the file.
         let flags = how.flags & !((libc::O_NOFOLLOW | libc::O_TRUNC) as u64);
         let path = DescriptorPath::new(fd.as_raw_fd());
         let (begin, path) = procfs::reached_by(path.as_c_str());
@@ -116,7 +116,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
-    // The memfd is already open for reading and writing. Clients nearly always ask for that.
+    // The memfd is already open for reading and writing, as clients nearly always ask.
     let usual = (libc::O_RDWR | libc::O_CLOEXEC | O_LARGEFILE) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
@@ -150,14 +150,15 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
     Ok(fd.into_raw_fd() as isize)
 }
 
-/// Opens the file to which a descriptor's link in `/proc` refers. `None`: the kernel has to open it.
+/// Opens the KVM file of the descriptor `fd`, whose link in `/proc` the client opens. `None`: the kernel has to open
+/// it.
 pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     let link = opening.has(libc::O_NOFOLLOW);
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. If the client opens one as a directory, or asks to create it, the
-        // kernel returns the right error.
+        // Files of the other KVM objects cannot be opened again (ENXIO). If the client opens one as a directory, or
+        // asks to create it, the kernel returns the right error.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),

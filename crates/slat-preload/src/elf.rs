@@ -1,10 +1,10 @@
-//! Reads the headers of an ELF program (System V ABI, "Object Files") without allocating, because a child of `fork` may
-//! have to know which kind of program it executes.
+//! Reads the headers of an ELF program (System V ABI, "Object Files") without allocating, because a child of `fork`
+//! reads them before it executes a program.
 
 use crate::arch::files::MACHINE;
 use crate::real::{Opened, kernel};
 
-/// The greatest number of program headers that are read. No linker makes more.
+/// The maximum number of program headers that slat reads. No linker makes more.
 const MOST_SEGMENTS: usize = 64;
 const HEADER: usize = 64;
 const SEGMENT: usize = 56;
@@ -26,10 +26,10 @@ pub struct Segment {
     pub in_memory: u64,
 }
 
-/// The headers of a program's file.
+/// The headers of an ELF file.
 #[derive(Debug)]
 pub struct Headers {
-    /// Whether the program can be loaded anywhere in memory (`ET_DYN`).
+    /// Whether the program can be loaded at any address (`ET_DYN`).
     pub is_relocatable: bool,
     /// The program's entry point.
     pub entry: u64,
@@ -65,7 +65,7 @@ impl Headers {
         let word =
             |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
         let kind = half(16);
-        // Class 2: 64 bits; data 1: little-endian.
+        // Byte 4 is the class: 2 is 64-bit. Byte 5 is the encoding: 1 is little-endian.
         if !header.starts_with(b"\x7fELF\x02\x01")
             || ![EXECUTABLE, SHARED].contains(&kind)
             || half(18) != MACHINE
@@ -106,7 +106,7 @@ impl Headers {
         &self.segments[..self.count]
     }
 
-    /// Returns the segments that are loaded. A segment beyond all valid addresses makes the file unusable.
+    /// Returns the segments to load (`PT_LOAD`). A segment outside the valid addresses makes the file unusable.
     pub fn loaded(&self) -> impl Iterator<Item = &Segment> {
         self.segments()
             .iter()

@@ -1,5 +1,5 @@
-//! The program's environment: the variables that `slat run` has set, and the environment that the program's children
-//! get.
+//! The program's environment: the variables that `slat run` has set, and the environment for the programs that the
+//! program executes.
 
 use crate::real::{kernel, map_memory};
 use std::ffi::{CStr, c_char};
@@ -7,13 +7,13 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The variable that holds LD_PRELOAD for the program's children, if that differs from the program's own LD_PRELOAD.
-/// If a program is linked with sanitizers, `slat run` names their runtimes before this library in the program's
-/// LD_PRELOAD. In other programs these runtimes would be active, too, and report unwanted errors.
+/// The variable that holds LD_PRELOAD for the program's children, if that differs from the program's own LD_PRELOAD. If
+/// the program is linked with sanitizers, `slat run` puts their runtimes before this library in the program's
+/// LD_PRELOAD. In the children, these runtimes would report unwanted errors.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
-/// Variables whose values at the program's start are kept. The first [`SETTINGS`] of them have the same
-/// meaning in any root.
+/// Variables whose values at the program's start are kept. The first [`SETTINGS`] variables do not depend on the root
+/// directory.
 const NAMES: [&str; 7] = [
     "SLAT_DISPATCH=",
     "SLAT_FORMAT=",
@@ -28,11 +28,11 @@ const SETTINGS: usize = 6;
 /// variable if it has written such a file.
 const PROCESSORS: usize = 6;
 
-/// Copies of the variables; null means that the variable was not set.
+/// Copies of the variables of [`NAMES`]. A null means that the variable was not set.
 static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
 
 /// The `stat` of the file that is opened in place of `/proc/cpuinfo`, and the `stat` of `/proc/cpuinfo` itself. Both
-/// are read at the program's start, because a filter may forbid that later.
+/// are read at the program's start, because a seccomp filter may forbid that later.
 static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
 
 /// Returns the value that a variable had at the program's start. Async-signal-safe.
@@ -42,8 +42,8 @@ fn kept(index: usize) -> Option<&'static CStr> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
-/// Returns the settings with which this program was started. A program that is started in another root without an
-/// environment gets these settings. Async-signal-safe.
+/// Returns slat's settings of this program. A program that is started in another root directory, with an empty
+/// environment, gets the same settings. Async-signal-safe.
 pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
@@ -57,14 +57,14 @@ pub(crate) fn processors() -> Option<&'static CStr> {
     CStr::from_bytes_with_nul(&bytes[NAMES[PROCESSORS].len()..]).ok()
 }
 
-/// Returns the `stat` of `/proc/cpuinfo`, if the file with this device and inode is opened in its
-/// place. Async-signal-safe.
+/// Returns the `stat` of `/proc/cpuinfo` if this device and inode belong to the file that is opened instead.
+/// Async-signal-safe.
 pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static libc::stat> {
     let [file, kernels] = LOOKS.get()?;
     ((file.st_dev, file.st_ino) == (device, inode)).then_some(kernels)
 }
 
-/// Asks the kernel about the file at `path`.
+/// Returns the kernel's `stat` of the file at `path`.
 fn look(path: &CStr) -> Option<libc::stat> {
     // SAFETY: all-zero is a valid `stat`, which the call fills in. The path ends with 0.
     unsafe {
@@ -76,7 +76,7 @@ fn look(path: &CStr) -> Option<libc::stat> {
 }
 
 /// Copies the variables of [`NAMES`] to new memory, because the program may overwrite the memory that the kernel has
-/// given it. The heap is not used: the runtime of a preloaded sanitizer is not ready for it yet.
+/// given it. The heap is not used, because the runtime of a preloaded sanitizer may not be initialized yet.
 ///
 /// # Safety
 /// - No other thread changes the environment.
@@ -120,7 +120,8 @@ unsafe fn keep() {
     });
 }
 
-/// Call at the program's start, while it has one thread. Uses neither heap nor thread-local variables.
+/// Copies the variables, and changes LD_PRELOAD for the children. Call when the program starts, while the process has
+/// one thread. Uses neither heap nor thread-local variables.
 pub(crate) fn prepare() {
     // SAFETY: the process has only one thread.
     unsafe { keep() };

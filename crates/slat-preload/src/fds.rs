@@ -1,4 +1,4 @@
-//! Implements close, dup and fcntl, so that slat's table of descriptors agrees with the kernel's.
+//! Implements close, dup and fcntl, to keep slat's table of descriptors equal to the kernel's.
 
 use crate::arch::calls::{self, O_LARGEFILE};
 use crate::files::interpose;
@@ -27,7 +27,7 @@ pub fn forget(fd: c_int) {
 }
 
 /// Makes the table entry of `new` refer to the object of `old`. Call after the kernel has duplicated `old`. `new` is
-/// the new descriptor; a negative value is an error, for which this does nothing.
+/// the new descriptor. If `new` is negative, the kernel's call has failed, and this function does nothing.
 pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
@@ -47,12 +47,13 @@ pub fn follow(old: c_int, new: c_int) {
     });
 }
 
-/// Whether a command of fcntl is valid for memfds only.
+/// Whether a command of fcntl works only on memfds (file seals).
 fn is_about_seals(command: c_int) -> bool {
     matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
 }
 
-/// Returns the status flags to show for one of KVM's descriptors. `flags` are the kernel's flags of the memfd.
+/// Returns the status flags that the program sees for one of KVM's descriptors. `flags` are the kernel's flags of the
+/// memfd behind that descriptor.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -85,7 +86,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     }
     // SAFETY: the arguments are valid for close_range(2), as this function's contract requires.
     let close = |first, last| unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int };
-    // slat's descriptor of /proc stays open, because slat cannot open it again in another root.
+    // slat's descriptor of /proc stays open, because slat could not open it again in another root directory.
     match procfs::directory().map(|fd| fd as c_uint) {
         Some(kept) if (first..=last).contains(&kept) && closes => {
             let below = kept.checked_sub(1).filter(|below| *below >= first);
@@ -158,7 +159,7 @@ interpose! {
     /// Replaces fclose(3). The C library's function closes the descriptor without calling this library's `close`.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
-            // A stream in memory has no descriptor; then `errno` must not change.
+            // A stream in memory has no descriptor: `fileno` fails, but `errno` must not change.
             let before = errno();
             // SAFETY: the arguments are valid for fclose(3), as this function's contract requires.
             forget(unsafe { libc::fileno(stream) });
@@ -189,7 +190,7 @@ interpose! {
         answer
     }
 
-    /// Replaces fcntl(2) with large files.
+    /// Replaces fcntl64, which is fcntl(2) for large files.
     fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
         // SAFETY: the arguments are valid for fcntl(2), as this function's contract requires.
         unsafe { fcntl(fd, command, argument) }

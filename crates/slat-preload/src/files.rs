@@ -1,4 +1,5 @@
-//! Opening files by path, and checking access to them. slat serves `/dev/kvm` and KVM's module parameters itself.
+//! Implements opening files by path, and checking access to them. slat serves `/dev/kvm` and KVM's module parameters
+//! itself.
 
 use crate::device::{self, How, Opening};
 use crate::environment;
@@ -10,9 +11,11 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function that runs with slat's own flags and floating point
-/// ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own functions are not replaced.
+/// ([`caller`](slat_process::caller)). In the unit tests of this crate, these functions do not replace the C library's
+/// functions.
 ///
-/// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
+/// A signal handler of the program that slat has deferred runs at the end of such a function, and may unwind by
+/// `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $crate::files::interpose_with_callers_floats! {
@@ -22,7 +25,8 @@ macro_rules! interpose {
 }
 pub(crate) use interpose;
 
-/// Like [`interpose`], but for a function that makes a thread: the thread begins with its maker's floating-point state.
+/// Like [`interpose`], but for a function that creates a thread: the thread begins with its creator's floating-point
+/// state.
 macro_rules! interpose_with_callers_floats {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(
@@ -75,8 +79,8 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
 /// `/proc/cpuinfo` for reading by `path`. Only this spelling is recognised, because recognising other spellings would
 /// need system calls in programs that do not use KVM.
 ///
-/// The caller closes the descriptor, and opens the returned file in the same way. If a filter lets the program open and
-/// close files, it allows both of these calls, but it may forbid all others.
+/// The caller then closes the descriptor, and opens the returned file in the same way. A seccomp filter that lets the
+/// program open and close files allows these two calls; it may forbid all others.
 fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'static CStr> {
     let flags = opening.how().flags as c_int;
     let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
@@ -85,13 +89,13 @@ fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'stat
 }
 
 /// Closes the descriptor that the kernel has opened for the path of a special file. The descriptor refers to the host's
-/// file, or to a new file if the host has no such file. A new file is removed.
+/// file, or to a new file if the host has no such file. This function removes a new file.
 fn undo_opening(path: Path, opening: Opening, opened: isize) {
     if opened < 0 {
         return;
     }
-    // SAFETY: all-zero is a valid `stat`, which the kernel fills in. The path is the caller's, and the kernel has read
-    // it. The descriptor is not the program's yet.
+    // SAFETY: all-zero is a valid `stat`, which the kernel fills in. The kernel has already read the caller's path. The
+    // program does not know the descriptor yet.
     unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
         if opening.creates()
@@ -105,7 +109,8 @@ fn undo_opening(path: Path, opening: Opening, opened: isize) {
     }
 }
 
-/// Opens a path: opens special files itself, and calls `kernels` for all others.
+/// Opens a path. Serves special files (KVM's files, and the file that replaces `/proc/cpuinfo`) itself, and calls
+/// `kernels` for all others.
 fn open_path(
     directory: c_int,
     text: *const c_char,
@@ -120,12 +125,12 @@ fn open_path(
     let opened = paths::serve(
         path,
         &kernels,
-        // No special file is a directory.
+        // A directory is not a special file.
         |answer| answer >= 0 && opening.wants_directory(),
         |opened| undo_opening(path, opening, opened),
         |special| open_special(special, opening),
     );
-    // On a machine without KVM, the path leads to a KVM device node with another name.
+    // ENODEV: the machine has no KVM. The path may be a device node with KVM's number, but with another name.
     if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
         return guarded(|| device::open(opening));
     }
@@ -135,7 +140,7 @@ fn open_path(
     let Some(file) = instead_of_processors(text, opening) else {
         return opened;
     };
-    // SAFETY: the descriptor is not the program's yet, and the path ends with 0.
+    // SAFETY: the program does not know the descriptor yet, and the path ends with 0.
     let shown = unsafe {
         let (here, flags) = (libc::AT_FDCWD, opening.how().flags);
         let _ = kernel!(libc::SYS_close, opened);
@@ -144,10 +149,10 @@ fn open_path(
     shown.unwrap_or_else(|_| kernels())
 }
 
-/// Opens a path: serves special files itself, and calls `kernels` for others.
+/// Opens `path` from `directory`. Serves special files itself, and calls `kernels` for others.
 ///
 /// # Safety
-/// The conditions are those of `openat`.
+/// The conditions are those of openat(2).
 pub unsafe fn open_at(
     directory: c_int,
     path: *const c_char,
@@ -155,7 +160,7 @@ pub unsafe fn open_at(
     mode: c_uint,
     kernels: impl Fn() -> isize,
 ) -> isize {
-    // The caller passes a mode only with flags that create a file.
+    // Without a flag that creates a file, the caller has passed no mode.
     let creates = flags & (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) != 0;
     let opening = Opening::open(flags, if creates { mode } else { 0 });
     open_path(directory, path, opening, kernels)
@@ -164,7 +169,7 @@ pub unsafe fn open_at(
 /// Implements openat for a function of the C library.
 ///
 /// # Safety
-/// The conditions are those of `openat`.
+/// The conditions are those of openat(2).
 unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
     unsafe {
@@ -177,7 +182,7 @@ unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode
 /// Implements creat.
 ///
 /// # Safety
-/// The conditions are those of `creat`.
+/// The conditions are those of creat(2).
 pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     let flags = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
     // SAFETY: the arguments are valid for creat(2), as this function's contract requires.
@@ -190,10 +195,10 @@ pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     }
 }
 
-/// Implements openat2(2). The C library has no function for it.
+/// Implements openat2(2). The C library has no function of this name.
 ///
 /// # Safety
-/// The conditions are those of `openat2`, except that memory that cannot be accessed is an error.
+/// The conditions are those of openat2(2). If memory cannot be accessed, the call returns an error.
 pub unsafe fn open_at_2(
     directory: c_int,
     path: *const c_char,
@@ -202,7 +207,7 @@ pub unsafe fn open_at_2(
 ) -> isize {
     // SAFETY: the arguments are valid for openat2(2), as this function's contract requires.
     let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
-    // A struct of another size belongs to a kernel whose flags slat does not know.
+    // If the struct has another size, the program was written for a kernel whose flags slat may not know.
     if size != size_of::<How>() {
         return kernels();
     }
@@ -223,11 +228,11 @@ pub unsafe fn open_at_2(
     }
 }
 
-/// Copies the arguments of openat2 from the program's memory, if the path leads to a special file, from `directory` or
-/// from `directory` as the root. Otherwise returns `None`. Also returns `None` if the memory cannot be read, or if
-/// there is an unknown `RESOLVE_` flag.
+/// Returns a copy of the program's arguments of openat2, if the path leads to a special file when `directory` is the
+/// directory or the root. `None`: the path does not lead to one, the memory cannot be read, or there is an unknown
+/// `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
-    /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
+    /// All flags from RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
     paths::special(directory, path, 0)
         .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
@@ -243,7 +248,7 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
 /// Implements faccessat and all equivalent calls.
 ///
 /// # Safety
-/// The conditions are those of `faccessat`.
+/// The conditions are those of faccessat(2).
 pub unsafe fn access_at(
     directory: c_int,
     path: *const c_char,
@@ -253,7 +258,7 @@ pub unsafe fn access_at(
     const MODES: c_int = libc::R_OK | libc::W_OK | libc::X_OK;
     let ours = |special| {
         let writable = match special {
-            // The kernel refuses an invalid mode before it looks at the path.
+            // The kernel reports an invalid mode before it reads the path, so the kernel serves this call.
             _ if mode & !MODES != 0 => return None,
             Special::Device => Ok(true),
             Special::Parameter(name) => Ok(slat_kvm::parameters::is_writable(name)),
@@ -277,8 +282,8 @@ pub unsafe fn access_at(
 
 static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
 
-/// Implements euidaccess. Calls the C library's function for other files, because the right system call depends on the
-/// user.
+/// Implements euidaccess. Calls the C library's function for other files, because it depends on the user which system
+/// call is right.
 unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
     let kernels = || {
         let Some(function) = NEXT_EUIDACCESS.get() else {
@@ -286,7 +291,8 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
             return -1;
         };
         type Access = unsafe extern "C" fn(*const c_char, c_int) -> c_int;
-        // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+        // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid
+        // for it.
         unsafe { std::mem::transmute::<usize, Access>(function)(path, mode) as isize }
     };
     // SAFETY: the arguments are valid for euidaccess(3), as this function's contract requires.
@@ -295,8 +301,8 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
 
 static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
 
-/// Implements faccessat. Calls the C library's function for other files, because the right system call depends on the
-/// library's version.
+/// Implements faccessat. Calls the C library's function for other files, because it depends on the library's version
+/// which system call is right.
 unsafe fn access_by_name(
     directory: c_int,
     path: *const c_char,
@@ -306,7 +312,8 @@ unsafe fn access_by_name(
     let kernels = || match NEXT_FACCESSAT.get() {
         Some(function) if !Section::is_entered() => {
             type Access = unsafe extern "C" fn(c_int, *const c_char, c_int, c_int) -> c_int;
-            // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+            // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are
+            // valid for it.
             unsafe {
                 std::mem::transmute::<usize, Access>(function)(directory, path, mode, flags)
                     as isize
@@ -362,7 +369,8 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
             return -1;
         };
         type Fopen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut c_void;
-        // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+        // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid
+        // for it.
         let fopen = |path| unsafe { std::mem::transmute::<usize, Fopen>(function)(path, mode) };
         let mut stream = fopen(path);
         if !stream.is_null()
@@ -403,7 +411,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     };
     let ours = |special| {
         let opening = opening();
-        // A stream writes without calling slat's `write`, so a stream cannot write a parameter.
+        // A stream writes to its file without slat's `write`, so it could not write a parameter.
         if opening.writes() && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return Some(-1);
@@ -438,13 +446,13 @@ interpose! {
         unsafe { create(path, mode) }
     }
 
-    /// Replaces creat(2) with large files.
+    /// Replaces creat64, which is creat(2) for large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for creat(2), as this function's contract requires.
         unsafe { create(path, mode) }
     }
 
-    /// Replaces open(2) with large files, which is the same on 64-bit architectures.
+    /// Replaces open64, which is open(2) for large files. On 64-bit architectures, the two are the same.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
@@ -456,31 +464,31 @@ interpose! {
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
-    /// Replaces openat(2) with large files.
+    /// Replaces openat64, which is openat(2) for large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
-    /// Replaces open(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__open_2`, which programs compiled with _FORTIFY_SOURCE call for open(2).
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// Replaces open(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces `__open64_2`, which programs compiled with _FORTIFY_SOURCE call for open64.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// Replaces openat(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__openat_2`, which programs compiled with _FORTIFY_SOURCE call for openat(2).
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
-    /// Replaces openat(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces `__openat64_2`, which programs compiled with _FORTIFY_SOURCE call for openat64.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, 0) }
@@ -521,7 +529,7 @@ interpose! {
         unsafe { open_stream(&NEXT_FOPEN, path, mode) }
     }
 
-    /// Replaces fopen(3) with large files.
+    /// Replaces fopen64, which is fopen(3) for large files.
     fn fopen64(path: *const c_char, mode: *const c_char) -> *mut c_void {
         // SAFETY: the arguments are valid for fopen(3), as this function's contract requires.
         unsafe { open_stream(&NEXT_FOPEN64, path, mode) }

@@ -1,18 +1,18 @@
 //! Handles forks of the program, by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
-//! A thread that forks holds the heap's lock over the fork, so that no child inherits a half-changed heap. The heap's
-//! lock must be the last lock that the forking thread takes. The program's `malloc` holds its own locks over a fork,
-//! too, and another thread may enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. Before a fork the C
-//! library calls the registered handlers in reverse order of registration. So slat registers its handlers before all
-//! others, however early those are registered.
+//! A thread that forks holds the lock of slat's heap over the fork, so that no child inherits a half-changed heap. The
+//! forking thread must lock the heap after all other locks, for this reason: the program's `malloc` holds its own locks
+//! over a fork, too, and another thread that holds these locks may call `mmap` or `madvise`, and so allocate from
+//! slat's heap. Before a fork, the C library calls the registered handlers in reverse order of registration. So slat
+//! registers its handlers before all others, however early those are registered.
 //!
 //! # Locks of the process
 //! A child inherits the state that each lock had at the moment of the fork. The fork may be a system call that slat
 //! does not see. A child must not wait for a thread that does not exist in the child. Data of one process is in a
 //! [`PerProcess`](slat_process::forks::PerProcess): the child makes its own value, with new locks. Data that stays
-//! valid is in a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared), whose
-//! first use does not wait for threads of another process. The remaining locks are these (`tests/locks.rs` compares the
-//! table with the code):
+//! valid in a child is in a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared),
+//! whose first use does not wait for threads of another process. The remaining locks are these (`tests/locks.rs`
+//! compares the table with the code):
 //!
 //! | lock | file | a child |
 //! |---|---|---|
@@ -25,8 +25,9 @@
 //! | `LOOKS` | `slat-preload/src/environment.rs` | as `PASSING` |
 //! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `PASSING` |
 //!
-//! slat's compiler library has a `OnceLock` of its own. The library's first translation sets this lock within a
-//! microsecond, on one of slat's threads. If a child finds the lock half set, the child's guests are interpreted.
+//! An announced fork is a fork that slat sees. slat's compiler library has a `OnceLock` of its own. The library's first
+//! translation sets this lock within a microsecond, on one of slat's threads. If a child finds the lock half set, the
+//! child's guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
@@ -56,25 +57,25 @@ extern "C" fn after_in_child() {
     user_dispatch::arm_thread();
 }
 
-/// Runs in a child that the C library has made. The C library itself has noted the child's id.
+/// Runs in the child after the C library's `fork`. The C library has already recorded the child's id.
 extern "C" fn after_in_noted_child() {
     after_in_child();
     process::note_owner();
 }
 
-/// Forks by a call that the C library does not see. Returns the result of `fork`: 0 in the child.
+/// Forks by a call for which the C library runs no handlers. Returns the result of `fork`: 0 in the child.
 pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     around_then(fork, || {
         after_in_child();
         if crate::is_prepared() {
-            // Records this child as the owner now. Otherwise a child of this child's `vfork` could call `owner` first,
-            // and would count as the owner.
+            // Records this child as the owner of its memory now. Otherwise a `vfork` child of this child could call
+            // `owner` first, and would then be recorded as the owner.
             process::owner();
         }
     })
 }
 
-/// Forks by a call for which the C library runs no handlers, and runs `child` in the child.
+/// Forks by a call for which the C library runs no handlers. In the child, calls `child`.
 fn around_then<T: Copy + PartialEq + From<i8>>(
     fork: impl FnOnce() -> T,
     child: impl FnOnce(),
@@ -94,11 +95,12 @@ unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut 
         return libc::ENOMEM;
     };
     type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid for
+    // it.
     unsafe { std::mem::transmute::<usize, Register>(function)(prepare, parent, child, library) }
 }
 
-/// Registers slat's handlers if they are not registered yet.
+/// Registers slat's fork handlers if they are not registered yet.
 pub fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Ordering::Relaxed) {
@@ -122,14 +124,14 @@ interpose! {
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
     }
 
-    /// `__register_atfork`, which a library's own pthread_atfork(3) calls.
+    /// Replaces `__register_atfork`, which the pthread_atfork(3) within a library calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
         watch();
         // SAFETY: the handlers are valid for pthread_atfork(3), as this function's contract requires.
         unsafe { next(prepare, parent, child, library) }
     }
 
-    /// _Fork(3): fork(2) without the handlers.
+    /// Replaces _Fork(3), which forks without calling the registered handlers.
     #[allow(non_snake_case, reason = "the C library's name")]
     fn _Fork() -> libc::pid_t {
         let Some(function) = NEXT_FORK.get() else {

@@ -1,17 +1,19 @@
 //! slat's own heap, which is separate from the program's.
 //!
-//! The program's `malloc` may be any allocator. That `malloc` may call `mmap`, and thereby slat, while it holds its
-//! locks. If slat then called `malloc`, slat would wait for these locks forever. So slat never allocates by `malloc`.
-//! Small blocks come from slat's own heap (the crate dlmalloc), and each large block is a mapping. Small and large
-//! blocks get their pages from the kernel without the C library.
+//! The program's `malloc` may be any allocator, and may call `mmap`, which slat replaces, while it holds its locks. If
+//! slat then called `malloc`, slat would wait for these locks forever. So slat never allocates by `malloc`. Small
+//! blocks come from slat's own heap (the crate dlmalloc), and each large block is a mapping. Small and large blocks get
+//! their pages from the kernel without the C library.
 //!
-//! The heap's lock is taken in a [`Section`], so no handler of the program runs on a thread that holds the lock. A
-//! thread that forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
+//! A thread locks the heap only in a [`Section`], so no signal handler of the program runs on a thread that holds the
+//! lock. A thread that forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed
+//! heap.
 //!
 //! # Lack of memory
-//! Rust ends the process when an allocation fails and the code cannot report that. A reserve serves such allocations.
-//! It is many times larger than the blocks of one KVM call, not counting blocks whose size the client determines. If
-//! the reserve is used up and cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
+//! If an allocation fails and the code cannot report that, Rust ends the process. For such allocations slat keeps a
+//! reserve. The reserve is many times larger than all blocks of one KVM call, except blocks whose size the client
+//! determines. If the reserve is used up and cannot be restored, a call is refused with `ENOMEM` before it begins
+//! ([`is_ready`]).
 
 use crate::program_break;
 use dlmalloc::{Allocator, Dlmalloc};
@@ -30,7 +32,7 @@ const LARGE: usize = 128 << 10;
 /// The size in bytes of the reserve, memory for allocations of a call that cannot report a failure.
 const RESERVE: usize = 96 << 10;
 
-/// The source of the heap's pages: the kernel.
+/// The kernel, from which the heap gets its pages.
 struct Pages;
 
 fn map(len: usize) -> *mut u8 {
@@ -50,10 +52,10 @@ unsafe fn unmap(start: *mut u8, len: usize) -> bool {
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
-/// Changes the length of a mapping; null if that is not possible.
+/// Changes the length of a mapping. Returns its address, or null if that is not possible.
 ///
 /// # Safety
-/// - The conditions are those of [`unmap`], unless null is returned.
+/// - The conditions are those of [`unmap`]. If null is returned, the bytes stay mapped and usable.
 unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
     let flags = if may_move {
         libc::MREMAP_MAYMOVE as usize
@@ -65,8 +67,8 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
 
-// SAFETY: `alloc` returns new mappings of the size it reports, zeroed; the other methods keep or unmap
-// them as they report.
+// SAFETY: `alloc` returns new mappings of the size it reports, zeroed; the other methods change mappings only as their
+// return values say.
 unsafe impl Allocator for Pages {
     fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
         (map(size), size, 0)
@@ -102,7 +104,8 @@ unsafe impl Allocator for Pages {
 
 struct State {
     small: Dlmalloc<Pages>,
-    /// The reserve: a block that is freed when the heap has no other memory. Null if it is used up, or was never made.
+    /// A block that is freed when the heap has no other memory (see the module's documentation). Null if the reserve is
+    /// used up, or was never made.
     reserve: *mut u8,
 }
 
@@ -144,7 +147,7 @@ impl State {
     }
 }
 
-/// Whether the reserve is whole.
+/// Whether the reserve is unused.
 static IS_WHOLE: AtomicBool = AtomicBool::new(false);
 
 static STATE: Mutex<State> = Mutex::new(State {
@@ -153,12 +156,12 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// The number of nested forks that this thread is in: a signal handler may fork while its thread forks. Above zero,
-    /// the thread holds the heap's lock.
+    /// The depth of forks on this thread; a signal handler may fork during a fork. Above zero, the thread holds the
+    /// heap's lock.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The locks that a forking thread holds: the heap's lock, and the locks that it has taken before.
+/// The locks that a forking thread holds: the heap's lock, and the locks that the thread has locked before the heap.
 struct Locks {
     state: MutexGuard<'static, State>,
     _program_break: MutexGuard<'static, program_break::Break>,
@@ -167,8 +170,8 @@ struct Locks {
 
 struct Held(UnsafeCell<Option<Locks>>);
 
-// SAFETY: only a thread that holds the locks and has raised `FORKS` accesses the cell. In a child, the copy of that
-// thread does.
+// SAFETY: only a thread that holds the locks and has raised `FORKS` accesses the cell. In a child, that is the only
+// thread, a copy of the forking thread.
 unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
@@ -189,8 +192,8 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Fills the reserve if it is not full. Returns whether it is full now, so that a call may begin. Costs one load if it
-/// was full.
+/// Fills the reserve if it is not full. Returns whether it is full, so that a KVM call may begin. If the reserve was
+/// full, the call costs one load.
 pub fn is_ready() -> bool {
     IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }
@@ -202,7 +205,7 @@ pub fn before_fork() {
     if FORKS.get() > 1 {
         return;
     }
-    // The heap's lock is taken last, because a thread that holds another of these locks may allocate.
+    // The heap is locked last, because a thread that holds another of these locks may allocate.
     let _first_uses = keep_forks_out();
     let _program_break = program_break::lock_break();
     let locks = Locks {
@@ -212,7 +215,7 @@ pub fn before_fork() {
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner()),
     };
-    // SAFETY: this thread alone holds the lock, and runs no handlers meanwhile.
+    // SAFETY: this thread alone holds the lock, and runs no signal handlers until it has stored the locks.
     unsafe { *HELD.0.get() = Some(locks) };
 }
 
@@ -376,7 +379,7 @@ mod tests {
         });
     }
 
-    /// A signal handler may fork while its thread forks.
+    /// Tests a fork by a signal handler that runs while its thread forks.
     #[test]
     fn a_fork_inside_a_fork_waits_for_nothing() {
         let layout = Layout::from_size_align(1000, 8).unwrap();

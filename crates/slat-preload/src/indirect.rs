@@ -1,4 +1,5 @@
-//! Serves `syscall` and `prctl`: finds the function that intercepts a call by the call's number.
+//! Serves the C library's functions `syscall` and `prctl`: calls slat's function for the system call with the given
+//! number.
 
 use crate::arch::calls;
 use crate::device::How;
@@ -10,14 +11,15 @@ use crate::{
 };
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
-/// Whether a system call makes a process that has a copy of the memory.
+/// Whether a system call creates a process with a copy of the memory.
 fn forks(number: c_long, argument: usize) -> bool {
     let flags = match number {
         libc::SYS_clone => argument as u64,
-        // Reads the flags, which are the first word of `clone_args`. If the word cannot be read, the call fails anyway.
+        // Reads the flags, which are the first word of `clone_args`. If the word cannot be read, the kernel's call
+        // fails.
         libc::SYS_clone3 => {
-            // SAFETY: if the handlers are installed, a guarded load may be made at any address. Otherwise there is no
-            // VM, and the argument is the program's own address, which the kernel is about to read.
+            // SAFETY: if the handlers are installed, a guarded load may be made at any address. Otherwise no VM exists,
+            // and the program has passed an address that the kernel will read next.
             unsafe { slat_guard::load(argument as *const u64) }.unwrap_or(libc::CLONE_VM as u64)
         }
         _ => 0,
@@ -25,13 +27,13 @@ fn forks(number: c_long, argument: usize) -> bool {
     flags & libc::CLONE_VM as u64 == 0
 }
 
-/// Whether an argument is one of KVM's descriptors.
+/// Whether an argument is a descriptor that slat serves.
 fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
-/// Makes a system call of the program, which the program has made by `syscall` or by an instruction of its own. Returns
-/// like the C library.
+/// Makes a system call for the program, which has called `syscall` or has executed an instruction of its own. Returns
+/// -1 and sets errno on an error, like the C library.
 ///
 /// # Safety
 /// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.
@@ -66,8 +68,8 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
             libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-            // slat serves these calls only for KVM's descriptors. For other descriptors, the C library's functions
-            // would be cancellation points, but `syscall` is not one.
+            // slat serves these calls only for KVM's descriptors. slat's functions for other descriptors are
+            // cancellation points, like the C library's, but `syscall` is not a cancellation point.
             libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
             libc::SYS_pread64 if ours(a) => {
                 streams::pread(a as c_int, b as *mut c_void, c, d as i64)

@@ -16,18 +16,18 @@ use std::ffi::{c_int, c_ulong};
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
 
-/// Implements ioctl. If the thread is cancelled, the call may end by unwinding.
+/// Implements ioctl. If the thread is cancelled, this function may unwind.
 ///
 /// # Safety
-/// The conditions are those of `ioctl`.
+/// The conditions are those of ioctl(2).
 pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-    // The kernel looks at the low 32 bits only.
+    // The kernel uses only the low 32 bits of the request.
     let number = request as u32;
     // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
     let kind = number >> 8 & 0xff;
-    // `guarded` is called once: two calls would take twice the space in this function's frame, which is on the
-    // program's stack.
+    // This function calls `guarded` in one place only: two calls would take twice the space in its stack frame, which
+    // is on the program's stack.
     (if table::is_ours(fd) || kind == KVMIO {
         guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
     } else if kind != UFFDIO {
@@ -41,7 +41,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     }) as c_int
 }
 
-/// Carries out a request to KVM. `None`: the kernel has to do it.
+/// Serves a request to KVM. `None`: the kernel has to serve it.
 fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> {
     let handle = table::get(fd).or_else(|| inherited(fd))?;
     if !heap::is_ready() {
@@ -53,9 +53,10 @@ fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> 
     }
 }
 
-/// Recognises a descriptor of `/dev/kvm` that the table does not know. The descriptor may refer to a memfd with KVM's
-/// name, which stayed open across `exec` or came through a socket. Or it refers to the machine's own device, which was
-/// opened by another path or by other code. Not inlined, so that KVM's requests use little of the program's stack.
+/// Recognises a descriptor of `/dev/kvm` that the table does not know. Such a descriptor may refer to slat's memfd with
+/// KVM's name, which stayed open across exec or came through a socket. It may also refer to the machine's own device,
+/// if the program has opened that device without slat. Not inlined, so that KVM's requests use little of the program's
+/// stack.
 #[cold]
 #[inline(never)]
 fn inherited(fd: c_int) -> Option<table::Handle> {
@@ -75,7 +76,7 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
     table::get(fd)
 }
 
-/// Passes on a request to userfaultfd. A request that unmaps pages or removes rights changes mappings.
+/// Passes a userfaultfd request to the kernel, inside an invalidation if the request unmaps pages or removes rights.
 unsafe fn userfault(
     request: u32,
     argument: usize,
@@ -88,8 +89,8 @@ unsafe fn userfault(
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: the load is guarded, because there is a VM. The address is the client's. The kernel will refuse
-            // a bad address.
+            // SAFETY: the load is guarded, because a VM exists. The kernel refuses the request if the client's address
+            // is bad.
             *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
                 .unwrap_or(0);
         }
@@ -98,14 +99,14 @@ unsafe fn userfault(
     match request & 0xff {
         REGISTER => memory::fault_handled(range_at([0, 1]), call),
         WRITEPROTECT | POISON => memory::around(&[range_at([0, 1])], call),
-        // The words are destination, source and length.
+        // The first three words of the argument are destination, source and length.
         MOVE => memory::around(&[range_at([0, 2]), range_at([1, 2])], call),
         _ => plain(call()),
     }
 }
 
 unsafe extern "C-unwind" {
-    /// The C library's function. May unwind if a cancellation is pending.
+    /// Sets the thread's cancellation state (the C library's function). May unwind if a cancellation is pending.
     fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
     fn pthread_testcancel();
@@ -120,12 +121,12 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 /// Implements ioctl on a thread of slat's C library.
 ///
 /// An asynchronous cancellation can end the kernel's `KVM_RUN`, but must not end Rust code. So cancellation is disabled
-/// while slat works. `pthread_cancel` ends the run, and the thread then unwinds from here, where slat has no other
-/// frame on the stack. Before deferred handlers of the program run, the cancellation state is set back to the
-/// program's, because the handlers may leave by longjmp.
+/// while slat works. slat's `pthread_cancel` ends `KVM_RUN`, and the thread then unwinds from this function, when slat
+/// has no other frame on the stack. Before deferred handlers of the program run, the cancellation state is set back to
+/// the program's, because the handlers may leave by longjmp.
 ///
 /// # Safety
-/// The conditions are those of `ioctl`.
+/// The conditions are those of ioctl(2).
 pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     if !table::is_ours(fd) {
         // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.

@@ -1,8 +1,8 @@
-//! Landlock: the rules of a program for `/dev/kvm`, and slat's preparations before the program restricts itself.
+//! Landlock: rules that a program adds for `/dev/kvm`, and slat's preparations before the program restricts itself.
 //!
-//! The kernel accepts rules only for files that have a path. slat's descriptor of `/dev/kvm` has no path. So a rule for
-//! this descriptor is changed to a rule for the machine's own device, or for `/dev/null` if there is no such device.
-//! The changed rule suffices, because slat opens `/dev/kvm` without the kernel.
+//! The kernel accepts rules only for files that have a path. slat's descriptor of `/dev/kvm` has no path. So slat
+//! changes a rule for this descriptor to a rule for the machine's own `/dev/kvm`, or for `/dev/null` if the machine has
+//! no such device. The changed rule suffices, because slat opens `/dev/kvm` without the kernel.
 
 use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};
@@ -24,7 +24,7 @@ struct PathBeneath {
 /// Replaces landlock_add_rule(2).
 ///
 /// # Safety
-/// The conditions are those of the system call.
+/// The conditions are those of landlock_add_rule(2).
 pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_uint) -> isize {
     let pass_on = |attributes: usize| {
         // SAFETY: the arguments are valid for landlock_add_rule(2), as this function's contract requires.
@@ -38,13 +38,12 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
             )
         }
     };
-    // Before the program's first use of KVM, no descriptor is slat's, and accesses are not guarded.
+    // Before the program's first use of KVM, no descriptor is slat's, and memory accesses are not guarded.
     if kind != PATH_BENEATH || !crate::is_prepared() {
         return pass_on(attributes);
     }
     let at = attributes as *const u8;
-    // SAFETY: a guarded load may be made at any address. The struct is the program's own, which the kernel is about to
-    // read.
+    // SAFETY: a guarded load may be made at any address. The kernel will read the same struct of the program.
     let rule = unsafe {
         let rights = slat_guard::load(at.cast::<u64>());
         rights.and_then(|rights| Ok((rights, slat_guard::load(at.wrapping_add(8).cast::<u32>())?)))
@@ -72,9 +71,9 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
 /// Replaces landlock_restrict_self(2).
 ///
 /// # Safety
-/// The conditions are those of the system call.
+/// The conditions are those of landlock_restrict_self(2).
 pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
-    // A child of `vfork` does not call slat, and must not start threads in its parent's memory.
+    // slat serves no KVM calls in a child of `vfork`, and must not start threads in the parent's memory.
     if !crate::is_borrowed() {
         guarded(|| {
             filters::before_landlock();

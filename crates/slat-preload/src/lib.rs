@@ -2,9 +2,8 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! This library replaces the functions of the C library through which a program reaches `/dev/kvm`, and those by which
-//! a program changes its memory mappings and signal handlers. Calls that do not concern slat are passed on to the
-//! kernel.
+//! This library replaces the C library's functions by which a program reaches `/dev/kvm`, and those by which it changes
+//! its memory mappings and signal handlers. slat passes all other calls on to the kernel.
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -13,7 +12,7 @@
 //! | | `looked_up` | functions of the C library that are looked up by name |
 //! | | `seccomp` | the program's seccomp filters |
 //! | | `landlock` | a program's Landlock rules |
-//! | | `environment` | the environment that the program's children get |
+//! | | `environment` | the environment of the programs that the program executes |
 //! | | `elf` | the headers of a program's file |
 //! | | `user_dispatch` | the kernel's dispatch of system calls, on and off |
 //! | files | `paths` | the special file to which a path leads, in any spelling |
@@ -34,7 +33,7 @@
 //! | | `heap` | memory that is not allocated by the program's `malloc` |
 //! | | `forks` | fork: the heap's lock is held over it |
 //! | | `ioctls` | ioctl |
-//! | by number | `indirect` | syscall and prctl; all calls by number |
+//! | by number | `indirect` | syscall and prctl: system calls by number |
 //! | dispatch | `dispatch` | system calls that do not pass through the C library |
 //! | load | `load` | programs that load no libraries: this library is started as a program and loads them |
 //!
@@ -47,7 +46,7 @@
 //! # Programs that do not call the C library's functions
 //! The kernel sends the system calls of such programs to slat: see `docs/dispatch.md`.
 
-// The program of the unit tests does not export the symbols, so no code calls the exported functions.
+// The executable of the unit tests does not export the C functions, so no code calls them there.
 #![cfg_attr(test, allow(dead_code))]
 
 mod arch;
@@ -89,8 +88,8 @@ use slat_process::once::Prepared;
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
 
-/// Whether this process is a child of `vfork`. Such a child shares the table's memory with its parent, but not the
-/// descriptors.
+/// Whether this process is a child of `vfork`. Such a child shares its memory, and so slat's table of descriptors, with
+/// its parent. But it has its own descriptors.
 pub(crate) fn is_borrowed() -> bool {
     process::owner() != slat_process::myself().0
 }
@@ -115,7 +114,7 @@ pub(crate) extern "C" fn at_exit() {
 }
 
 pub(crate) extern "C" fn start() {
-    // These calls must precede the program's first fork and its first filter.
+    // The ids must be stored before the program's first fork and its first seccomp filter.
     process::owner();
     slat_process::find_noted_id();
     slat_kvm::publish::enable();
@@ -142,10 +141,10 @@ static START: extern "C" fn() = start_preloaded;
 
 static PREPARED: Prepared = Prepared::new();
 
-/// Makes the preparations for the first KVM object. The caller is in a `Section`.
+/// Prepares the process for the first KVM object. The caller is in a `Section`.
 ///
 /// # Errors
-/// `ENOMEM`; the handlers are installed nevertheless.
+/// `ENOMEM`. Even then, the signal handlers are installed.
 pub(crate) fn prepare() -> Result<(), i32> {
     if !is_prepared() {
         PREPARED.once(|| {
@@ -163,7 +162,7 @@ pub(crate) fn prepare() -> Result<(), i32> {
     }
 }
 
-/// Whether [`prepare`] has run, so that accesses to the program's memory are guarded.
+/// Whether [`prepare`] has installed the signal handlers that guard accesses to the program's memory.
 pub(crate) fn is_prepared() -> bool {
     PREPARED.is_done()
 }

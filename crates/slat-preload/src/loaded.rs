@@ -1,5 +1,5 @@
 //! The facts that calls need about the program that slat has loaded itself ([`load`](crate::load)): whether there is
-//! such a program, and the file that the program's link in `/proc` should show.
+//! such a program, and the file that `/proc/self/exe` should show.
 
 use crate::arch::calls::{self, Call};
 use crate::paths::text;
@@ -7,7 +7,7 @@ use crate::real::error;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
-/// The variable that names the program.
+/// The environment variable with the path of the program to load.
 pub const PROGRAM: &CStr = c"SLAT_PROGRAM";
 
 /// The path of the loaded program's file, which `/proc/self/exe` should show.
@@ -23,7 +23,7 @@ pub fn is_loaded() -> bool {
     OWN.get().is_some()
 }
 
-/// Returns the program's file, if `path` is the program's link in `/proc`.
+/// Returns the program's file if `path` is `/proc/self/exe` or an equal link.
 pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     let own = OWN.get()?;
     let name = text(path)?.to_bytes();
@@ -36,7 +36,8 @@ pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     is_own.then_some(own)
 }
 
-/// Returns a call, in which a path that is the program's link in `/proc` is replaced by the program's file.
+/// Returns a copy of a call. If its path is `/proc/self/exe` or an equal link, the copy has the path of the program's
+/// file instead.
 pub fn with_own_path(number: i64, arguments: [usize; 6]) -> Call {
     let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
     let (newer, mut with_directory) = calls::newer(number, arguments);
@@ -56,14 +57,14 @@ pub fn with_own_path(number: i64, arguments: [usize; 6]) -> Call {
     }
 }
 
-/// Implements readlink for the program's link to its own file. `None`: the path is not that link.
+/// Implements readlink for `/proc/self/exe` and equal links. `None`: the path is not such a link.
 pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     let own = own_path(path)?.to_bytes();
     if len as isize <= 0 {
         return Some(error(libc::EINVAL));
     }
     let own = &own[..own.len().min(len)];
-    // SAFETY: the copy is guarded; the address is the program's.
+    // SAFETY: the copy to the program's address is guarded.
     let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };
     Some(match copied {
         Ok(()) => own.len() as isize,

@@ -1,10 +1,10 @@
-//! Functions of the C library that the program looks up by name in a library it has opened:
+//! Finds C library functions that the program looks up by name in a library it has opened:
 //! `dlsym(dlopen("libc.so.6"), "open")`.
 //!
-//! A name that is looked up in an opened library is found in that library and in the libraries it needs, but not in
-//! preloaded libraries. Foreign function interfaces find the C library's functions in this way: Python's
-//! `CDLL("libc.so.6")`, Node's koffi, Java's Panama. If this library has a function of the same name, the program gets
-//! this library's function.
+//! The dynamic linker looks for such a name in the opened library and in the libraries it needs, but not in preloaded
+//! libraries. Foreign function interfaces find the C library's functions in this way: Python's `CDLL("libc.so.6")`,
+//! Node's koffi, Java's Panama. If this library has a function of the same name, slat returns its own function to the
+//! program.
 
 use crate::arch::{entries, files};
 use std::ffi::{c_char, c_void};
@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Dlsym = unsafe extern "C-unwind" fn(*mut c_void, *const c_char) -> *mut c_void;
 
-/// The C library's `dlsym`, or 0 before its first use. Assembly reads it.
+/// The address of the C library's `dlsym`, or 0 before its first use. Assembly reads the variable.
 static REAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Looks up the C library's `dlsym`, by another function than `dlsym` itself. Returns its address.
+/// Finds the C library's `dlsym` by dlvsym(3), because this library replaces `dlsym`. Returns its address.
 extern "C" fn real() -> usize {
     let known = REAL.load(Ordering::Relaxed);
     if known != 0 {
@@ -39,13 +39,13 @@ pub fn object_of(address: *const c_void) -> Option<libc::Dl_info> {
     }
 }
 
-/// Whether two addresses are in the same object.
+/// Whether two addresses are in the same object (program or library).
 fn are_together(one: *const c_void, other: *const c_void) -> bool {
     let start = |address| object_of(address).map(|object| object.dli_fbase);
     start(one).is_some_and(|found| Some(found) == start(other))
 }
 
-/// Opens this library, which is already loaded. Null if the linker does not know the library by its name.
+/// Returns a handle of this library. Null if the dynamic linker does not know the library by its name.
 fn this_library() -> *mut c_void {
     static HANDLE: AtomicUsize = AtomicUsize::new(0);
     let mut handle = HANDLE.load(Ordering::Relaxed) as *mut c_void;
@@ -59,13 +59,13 @@ fn this_library() -> *mut c_void {
     handle
 }
 
-/// Implements dlsym for a handle that names a library.
+/// Implements dlsym for a library's handle.
 extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: `real` returns the address of the C library's function, which has this signature. `name` is valid for
     // dlsym(3), as this function's caller ensures.
     let find = |handle| unsafe { transmute::<usize, Dlsym>(real())(handle, name) };
     let found = find(handle);
-    // A function that is found outside the C library is not replaced.
+    // slat replaces only functions of the C library.
     if found.is_null() || !are_together(found, libc::getppid as *const c_void) {
         return found;
     }
@@ -73,7 +73,7 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     if library.is_null() {
         return found;
     }
-    // Finds the function in this library, or else in the C library, which this library needs.
+    // `find` looks in this library, and then in the C library, which this library needs.
     let ours = find(library);
     match are_together(ours, real as *const c_void) {
         true => ours,
@@ -83,11 +83,11 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
 
 /// Replaces dlsym(3).
 ///
-/// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller. So this function jumps to the C library's
-/// function, which then sees the original caller.
+/// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller's address. So this function jumps to the C
+/// library's function, which then sees the original return address.
 ///
 /// # Safety
-/// The conditions are those of `dlsym`.
+/// The conditions are those of dlsym(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {

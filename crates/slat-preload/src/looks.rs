@@ -12,27 +12,27 @@ use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_int};
 
-/// The inode number of files that the host lacks. The kernel counts inode numbers upwards, and does not reach such a
-/// large number.
+/// The inode number that slat shows for files that the host lacks. The kernel counts its inode numbers upwards, and
+/// does not reach such a large number.
 const INODE: libc::ino_t = 0x6b76_6d00;
-/// The size that sysfs shows for every file.
+/// The size that sysfs reports for every file.
 pub const SYSFS_SIZE: libc::off_t = 4096;
 
-/// The kind of file that the client sees.
+/// The kind of file that the client sees at a descriptor or path of KVM.
 #[derive(Clone, Copy, Debug)]
 pub enum Look {
     /// `/dev/kvm`.
     Device,
     /// A VM, a vCPU, statistics, or a device.
     Anonymous,
-    /// The guest_memfd that a descriptor refers to, and its size in bytes.
+    /// A guest_memfd, with its descriptor and its size in bytes.
     GuestMemfd(c_int, u64),
     /// A module parameter.
     Parameter(&'static str),
 }
 
 impl Look {
-    /// Returns the kind of file that the client sees at `fd`. `None`: `fd` is not KVM's.
+    /// Returns the kind of file that the client sees at `fd`. `None`: `fd` does not refer to a KVM object.
     pub fn of_descriptor(fd: c_int) -> Option<Self> {
         let _section = Section::enter();
         Some(match table::get(fd)?.object() {
@@ -45,10 +45,10 @@ impl Look {
         })
     }
 
-    /// Returns the kind of file at a special path. `None`: a descriptor in the path has been closed since.
+    /// Returns the kind of file at a special path. `None`: the path names a descriptor that has been closed since.
     ///
     /// # Errors
-    /// `ENOTDIR`.
+    /// `ENOTDIR`: slashes follow the name of a file.
     pub fn of_path(special: Special) -> Option<Result<Self, i32>> {
         match special {
             Special::Device => Some(Ok(Look::Device)),
@@ -58,7 +58,7 @@ impl Look {
         }
     }
 
-    /// Returns the result of `stat`.
+    /// Returns the `stat` that the client sees.
     pub fn stat(self) -> libc::stat {
         let mut stat = match self {
             Look::Device => device(),
@@ -76,8 +76,8 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd has other values: it may have larger blocks, counts its blocks, and is empty if the client
-                // must not see the memory.
+                // A memfd's own values differ: its blocks may be larger, it counts its blocks, and if the client must
+                // not see the memory, it is empty.
                 (stat.st_blksize, stat.st_blocks) = (4096, 0);
                 stat.st_size = size as libc::off_t;
             }
@@ -90,7 +90,7 @@ impl Look {
         stat
     }
 
-    /// Returns the result of `statx`, with the same values as [`Look::stat`].
+    /// Returns the `statx` that the client sees, with the same values as [`Look::stat`].
     pub fn statx(self) -> libc::statx {
         let stat = self.stat();
         // SAFETY: all-zero is a valid `statx`.
@@ -120,12 +120,12 @@ impl Look {
     }
 }
 
-/// Converts the number of links of a `stat`, whose type depends on the architecture, to the type of a `statx`.
+/// Converts the link count of a `stat`, whose type depends on the architecture, to the link count of a `statx`.
 pub fn link_count(links: impl TryInto<u32>) -> u32 {
     links.try_into().unwrap_or(u32::MAX)
 }
 
-/// Describes an empty file with one link, for a host that has no similar file either.
+/// Describes an empty file with one link, for a host that lacks even a similar file.
 fn unknown() -> libc::stat {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -134,7 +134,7 @@ fn unknown() -> libc::stat {
     stat
 }
 
-/// Asks the host about its `/dev/kvm`, or about another device in that directory.
+/// Returns the `stat` of the host's `/dev/kvm`, or of another device in `/dev`.
 fn device() -> Option<libc::stat> {
     let is_device = |stat: &libc::stat| stat.st_mode & libc::S_IFMT == libc::S_IFCHR;
     stat_path(c"/dev/kvm")
@@ -142,13 +142,13 @@ fn device() -> Option<libc::stat> {
         .or_else(|| stat_path(c"/dev/null").map(unlike))
 }
 
-/// Gives a file an inode number that differs from that of the similar file.
+/// Changes the inode number in the `stat` of a similar file, so that the two files differ.
 fn unlike(mut stat: libc::stat) -> libc::stat {
     stat.st_ino = INODE;
     stat
 }
 
-/// Asks the kernel for the attributes of an anonymous inode. All anonymous inodes are the same inode.
+/// Returns the attributes of an anonymous inode from the kernel. All anonymous inodes are the same inode.
 fn anonymous_inode() -> Option<libc::stat> {
     // SAFETY: the call opens a descriptor.
     let opened = unsafe { Opened::by(kernel!(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC)) };

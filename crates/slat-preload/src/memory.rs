@@ -1,7 +1,7 @@
-//! Intercepts changes of the program's memory mappings. KVM learns of such changes by MMU notifiers.
+//! Intercepts changes of the program's memory mappings. This replaces the kernel's MMU notifiers.
 //!
-//! Each call runs inside an invalidation of its range in every VM. After the change, still inside the invalidation,
-//! slat tells `slat-host` to ask the kernel again about the range. slat's own mappings are not guest memory, so calls
+//! Each call runs inside an invalidation of its range in every VM. After the change and before the invalidation ends,
+//! slat tells `slat-host` to query the kernel again about the range. slat's own mappings are not guest memory, so calls
 //! for them go straight to the kernel. While no VM exists, all calls go straight to the kernel: a call then costs one
 //! load and the system call, and takes no lock.
 
@@ -24,7 +24,8 @@ pub struct Range {
 }
 
 impl Range {
-    /// Makes a range of `len` bytes at `start`. A range that wraps around becomes empty: the kernel refuses it.
+    /// Makes a range of `len` bytes at `start`. If the end would overflow, returns an empty range; the kernel refuses
+    /// such a call.
     pub fn at(start: usize, len: usize) -> Self {
         let end = start
             .checked_add(len)
@@ -44,7 +45,7 @@ impl Range {
     }
 }
 
-/// Whether a change of memory concerns only the kernel: no VM exists, or slat itself makes the change.
+/// Whether slat need not handle a change of mappings, because no VM exists, or because slat itself makes the change.
 fn passes_by() -> bool {
     !notify::is_anyone_listening() || Section::is_entered()
 }
@@ -52,12 +53,12 @@ fn passes_by() -> bool {
 /// The result of a system call: a value or an errno.
 type Answer = Result<isize, i32>;
 
-/// Runs `change` inside an invalidation of all the ranges.
+/// Runs `change` inside an invalidation of all of `ranges`.
 pub fn around(ranges: &[Range], change: impl FnOnce() -> Answer) -> isize {
     around_then(ranges, change, |_| {})
 }
 
-/// Like [`around`]. On success also runs `told` with the value, after the change and inside the invalidation.
+/// Like [`around`]. If `change` succeeds, also runs `told` with its value, before the invalidation ends.
 fn around_then(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,
@@ -86,7 +87,8 @@ fn invalidating(
     })
 }
 
-/// Runs `change`, which registers `range` with userfaultfd. From then on the pages of `range` arrive one by one.
+/// Runs `change`, which registers `range` with userfaultfd. From then on the program fills each missing page, so slat
+/// uses no huge pages in `range`.
 pub fn fault_handled(range: Range, change: impl FnOnce() -> Answer) -> isize {
     advise_huge_pages(range, mappings::HugePages::Unwanted, change)
 }
@@ -104,7 +106,7 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// Maps one of KVM's descriptors. vCPUs and guest_memfds have pages to map; other objects have none.
+/// Maps a descriptor of a KVM object. Only vCPUs and guest_memfds have pages to map.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -129,10 +131,10 @@ unsafe fn map_object(
     })
 }
 
-/// Implements mmap, called by name or through `syscall`.
+/// Implements mmap, whether the program calls it by name or through `syscall`.
 ///
 /// # Safety
-/// The conditions are those of `mmap`.
+/// The conditions are those of mmap(2).
 pub unsafe fn map(
     address: usize,
     len: usize,
@@ -159,7 +161,7 @@ pub unsafe fn map(
 /// Implements munmap.
 ///
 /// # Safety
-/// The conditions are those of `munmap`.
+/// The conditions are those of munmap(2).
 pub unsafe fn unmap(address: usize, len: usize) -> isize {
     let range = Range::at(address, len);
     // SAFETY: the arguments are valid for munmap(2), as this function's contract requires.
@@ -170,7 +172,7 @@ pub unsafe fn unmap(address: usize, len: usize) -> isize {
 /// Implements mremap.
 ///
 /// # Safety
-/// The conditions are those of `mremap`.
+/// The conditions are those of mremap(2).
 pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to: usize) -> isize {
     let old = Range::at(address, old_len);
     let new = Range::at(
@@ -192,7 +194,7 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
 /// Implements madvise.
 ///
 /// # Safety
-/// The conditions are those of `madvise`.
+/// The conditions are those of madvise(2).
 pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
     const MADV_DONTNEED_LOCKED: c_int = 24;
     const MADV_COLLAPSE: c_int = 25;
@@ -207,7 +209,7 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
         | libc::MADV_REMOVE
         | libc::MADV_HWPOISON
         | MADV_DONTNEED_LOCKED => around(&[range], change),
-        // A guest_memfd has no huge pages, but the memfd that implements it may have.
+        // KVM's guest_memfd has no huge pages, but the memfd that implements it here may have.
         MADV_COLLAPSE if !passes_by() => guarded(|| match has_guest_memfd(range) {
             true => Err(libc::EINVAL),
             false => change(),
@@ -236,7 +238,7 @@ fn has_guest_memfd(range: Range) -> bool {
 /// Implements mprotect and pkey_mprotect.
 ///
 /// # Safety
-/// The conditions are those of `mprotect`.
+/// The conditions are those of mprotect(2).
 pub unsafe fn protect(
     number: i64,
     address: usize,
@@ -294,7 +296,7 @@ fn attached_at(address: usize) -> Range {
 /// Implements shmdt.
 ///
 /// # Safety
-/// The conditions are those of `shmdt`.
+/// The conditions are those of shmdt(2).
 pub unsafe fn detach(address: usize) -> isize {
     // SAFETY: the arguments are valid for shmdt(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_shmdt, address) };
@@ -307,11 +309,11 @@ pub unsafe fn detach(address: usize) -> isize {
     })
 }
 
-/// Implements shmat. SHM_REMAP replaces a range whose size only the kernel knows before the call. So this range is
-/// reported after the call.
+/// Implements shmat. With SHM_REMAP, the call replaces mappings in a range whose size only the kernel knows before the
+/// call. So slat invalidates this range after the call.
 ///
 /// # Safety
-/// The conditions are those of `shmat`.
+/// The conditions are those of shmat(2).
 pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
     // SAFETY: the arguments are valid for shmat(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_shmat, id, address, flags) };
@@ -332,14 +334,14 @@ pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
 /// Implements fallocate.
 ///
 /// # Safety
-/// The conditions are those of `fallocate`.
+/// The conditions are those of fallocate(2).
 pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
     // SAFETY: the arguments are valid for fallocate(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_fallocate, fd, mode, offset, len) };
     if table::is_ours(fd) && !Section::is_entered() {
         return guarded(|| match table::get(fd) {
             Some(handle) => match handle.object() {
-                // The client's own mappings of the guest_memfd's file may back memslots, too.
+                // Memslots may also be backed by the client's own mappings of the guest_memfd's file.
                 Object::GuestMemfd(guest_memfd) => invalidating(
                     &mapped_from(fd),
                     || {
@@ -353,7 +355,7 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
             None => change(),
         });
     }
-    // With mode 0, or with KEEP_SIZE alone, pages are only added.
+    // With mode 0, or with KEEP_SIZE alone, the call only adds pages, so no invalidation is needed.
     if mode & !libc::FALLOC_FL_KEEP_SIZE == 0 {
         plain(change())
     } else {
@@ -364,7 +366,7 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
 /// Implements ftruncate.
 ///
 /// # Safety
-/// The conditions are those of `ftruncate`.
+/// The conditions are those of ftruncate(2).
 pub unsafe fn truncate(fd: c_int, len: i64) -> isize {
     if table::is_ours(fd) && !Section::is_entered() {
         set_errno(libc::EINVAL);
@@ -381,7 +383,7 @@ interpose! {
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
-    /// Replaces mmap(2) with large files.
+    /// Replaces mmap64, which is mmap(2) for large files.
     fn mmap64(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
         // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
@@ -436,7 +438,7 @@ interpose! {
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
-    /// Replaces fallocate(2) with large files.
+    /// Replaces fallocate64, which is fallocate(2) for large files.
     fn fallocate64(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
         // SAFETY: the arguments are valid for fallocate(2), as this function's contract requires.
         unsafe { allocate(fd, mode, offset, len) as c_int }
@@ -448,7 +450,7 @@ interpose! {
         unsafe { truncate(fd, len) as c_int }
     }
 
-    /// Replaces ftruncate(2) with large files.
+    /// Replaces ftruncate64, which is ftruncate(2) for large files.
     fn ftruncate64(fd: c_int, len: i64) -> c_int {
         // SAFETY: the arguments are valid for ftruncate(2), as this function's contract requires.
         unsafe { truncate(fd, len) as c_int }
@@ -469,8 +471,8 @@ mod tests {
 
     #[test]
     fn an_attached_segment_is_found_whole() {
-        // SAFETY: the segment belongs to the test, and is removed when the segment is detached. Half of the segment
-        // gets other rights.
+        // SAFETY: the segment belongs to the test, and is removed when it is detached. The test changes the rights of
+        // half of the segment.
         unsafe {
             let id = libc::shmget(libc::IPC_PRIVATE, 16384, 0o600);
             assert!(id >= 0);

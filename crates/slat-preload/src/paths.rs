@@ -1,15 +1,15 @@
-//! Determines whether a path leads to a special file, in any spelling: `/dev/kvm`, `kvm` in a directory that is `/dev`,
-//! KVM's module parameters, the links in `/proc/self/fd`.
+//! Determines whether a path leads to a special file, however the path is spelled. Special files are `/dev/kvm`, KVM's
+//! module parameters, and the links in `/proc/self/fd` of KVM's descriptors.
 //!
-//! Every call of the program with a path runs this code. So the code looks at the last component first: nearly always
-//! that name is not special, and the directory need not be looked up. The code does not allocate or take a lock,
+//! Every call of the program with a path runs this code. So the code first looks at the last component: that name is
+//! nearly always not special, and then the directory need not be looked up. The code does not allocate or take a lock,
 //! because a signal handler may open files. The only exception is the program's first use of KVM.
 //!
-//! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the
-//! kernel returns `EFAULT`.
+//! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns
+//! `EFAULT`.
 //!
 //! In a program that does not use KVM, this code makes no additional system call ([`serve`]), unless the path ends in a
-//! special name and its directory is not spelled plainly.
+//! special name and its directory has an unusual spelling.
 
 use crate::arch::calls;
 use crate::real::{Opened, errno, kernel, raw, set_errno};
@@ -23,7 +23,7 @@ use std::io::Write;
 pub const DEVICE: (u32, u32) = (10, 232);
 /// The longest path that the kernel accepts, with its NUL.
 const PATH_MAX: usize = 4096;
-/// The longest name of a module parameter, rounded up.
+/// The maximum length of a module parameter's name, rounded up.
 const NAME_MAX: usize = 40;
 const WORD: usize = size_of::<u64>();
 const PAGE: usize = 4096;
@@ -37,7 +37,7 @@ pub enum Special {
     Parameter(&'static str),
     /// The link in `/proc/self/fd` of one of KVM's descriptors.
     Descriptor(c_int),
-    /// The device or a parameter, followed by a slash.
+    /// The device or a parameter, followed by a slash (the kernel returns ENOTDIR).
     Slash,
 }
 
@@ -49,22 +49,22 @@ enum Place {
     Descriptors,
 }
 
-/// A path, as a call gets it.
+/// The arguments by which a system call names a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Path {
     /// The directory from which the call resolves the path.
     pub directory: c_int,
-    /// The string.
+    /// The path's string.
     pub text: *const c_char,
-    /// openat2's `RESOLVE_…`: 0 for all other calls.
+    /// The `RESOLVE_…` flags of openat2; 0 for all other calls.
     pub resolve: u64,
 }
 
-/// Makes a call with a path: by `ours` if the path is special, otherwise by `kernels`. Both return like the C library.
-/// If `ours` returns `None`, the kernel has to make the call after all.
+/// Makes a system call on a path: by `ours` if the path is special, otherwise by `kernels`. Both return values and set
+/// errno like the C library. If `ours` returns `None`, this function calls `kernels`, too.
 ///
-/// Before the program's first use of KVM, the kernel's call is made first, because its result shows whether the path
-/// can be read. The result may also show that the path is not special (`excludes`), so that the directory need not be
+/// Before the program's first use of KVM, this function calls `kernels` first, because the result shows whether the
+/// path can be read. The result may also show that the path is not special (`excludes`); then the directory is not
 /// looked up. If the path is special, `undo` reverses the kernel's call before `ours` makes the call.
 pub fn serve(
     path: Path,
@@ -94,8 +94,8 @@ pub fn serve(
     ours(special).unwrap_or_else(kernels)
 }
 
-/// Whether the kernel may return `errno` without having read the path to its end. For a special path, slat returns the
-/// same `errno` in these cases.
+/// Whether `errno` is an error that the kernel may return before it has read the path to its end. For a special path,
+/// slat returns the same errors.
 pub fn may_be_unread(errno: c_int) -> bool {
     [
         libc::EFAULT,
@@ -118,7 +118,7 @@ enum Memory {
 }
 
 /// Returns the special file that `path` names for a call that resolves it from `directory`. `None`: the path is not
-/// special. `resolve` is that of openat2; it is 0 for all other calls.
+/// special. `resolve` has the `RESOLVE_…` flags of openat2; it is 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
     let path = Path {
         directory,
@@ -128,7 +128,7 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
     special_in(path, Memory::Unknown, || true)
 }
 
-/// Like [`special`], for a path that is not null and can be read. The caller itself will read the path.
+/// Like [`special`], for a path that is not null and can be read. The caller ensures that the path can be read.
 pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special> {
     let path = Path {
         directory,
@@ -138,11 +138,12 @@ pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special
     special_in(path, Memory::Read, || true)
 }
 
-/// Implements [`special`]. Asks the kernel about the directory only if `may_ask` returns true.
+/// Implements [`special`]. If the kernel must look up the directory, asks `may_ask` first, and does so only if it
+/// returns true.
 fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<Special> {
     let last = Last::of(path.text, memory)?;
     let special = last.meaning()?;
-    // The kernel serves slat's own calls.
+    // A path in slat's own call is never special.
     if Section::is_entered() {
         return None;
     }
@@ -156,21 +157,21 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }
-    // The program asks for KVM, so slat installs its handlers now. From now on, accesses are guarded.
+    // The program uses KVM, so slat installs its signal handlers now. From now on, memory accesses are guarded.
     if !crate::is_prepared() {
         let _section = Section::enter();
-        // If this fails for lack of memory, opening the device returns the error.
+        // If `prepare` fails for lack of memory, opening the device returns that error.
         let _ = crate::prepare();
     }
     match (last.slash, special) {
         (false, special) => Some(special),
-        // The kernel returns the error: a descriptor's link is not a directory.
+        // A descriptor's link is not a directory. The kernel returns the error.
         (true, Special::Descriptor(_)) => None,
         (true, _) => Some(Special::Slash),
     }
 }
 
-/// Whether `path` is empty or null. Then the call concerns its descriptor, if its flags allow that.
+/// Whether `path` is empty or null. If the call's flags allow an empty path, the call then concerns its descriptor.
 pub fn is_empty(path: *const c_char) -> bool {
     let mut empty = true;
     path.is_null() || (each_byte(path, Memory::Unknown, 1, |_| empty = false).is_some() && empty)
@@ -179,9 +180,9 @@ pub fn is_empty(path: *const c_char) -> bool {
 /// The last component of a path.
 struct Last {
     name: [u8; NAME_MAX],
-    /// The length of the name, which may exceed the size of `name`.
+    /// The length of the name. It may exceed the size of the array `name`, which then holds only a part.
     len: usize,
-    /// Bytes of the path before the name.
+    /// The number of bytes of the path before the name.
     start: usize,
     /// Whether slashes follow the name.
     slash: bool,
@@ -213,7 +214,7 @@ impl Last {
         Some(last)
     }
 
-    /// Returns the special file that the name may mean; the directory decides.
+    /// Returns the special file with this name. The path leads to that file only if its directory is the right one.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
@@ -229,9 +230,8 @@ fn number(digits: &[u8]) -> Option<c_int> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Returns the directory to which the first `len` bytes of `path` lead. A plain spelling is recognised without the
-/// kernel, because `/sys/module/kvm` may not exist. The kernel is asked about other spellings, if `may_ask` returns
-/// true.
+/// Returns the special directory to which the first `len` bytes of `path` lead. Recognises plain spellings without the
+/// kernel, because `/sys/module/kvm` may not exist. For other spellings asks the kernel, if `may_ask` returns true.
 #[inline(never)]
 fn leads_to(
     path: Path,
@@ -294,7 +294,7 @@ pub fn is_kvms(stat: &libc::stat) -> bool {
     stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == libc::makedev(major, minor)
 }
 
-/// Opens a directory as the kernel does when it resolves a path.
+/// Opens a directory, resolving `path` as the kernel does for the program's call.
 fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<Opened> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
     let how = [flags as u64, 0, resolve];
@@ -344,7 +344,7 @@ impl Place {
     }
 }
 
-/// Whether the name of a directory in `/proc` means this process.
+/// Whether `name`, the name of a directory in `/proc`, is that of this process.
 fn is_this_process(name: &[u8]) -> bool {
     matches!(name, b"self" | b"thread-self") || number(name) == Some(slat_host::process::owner())
 }
@@ -381,13 +381,13 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
         .map(|len| &buffer[..len])
 }
 
-/// Calls `each` with the bytes of a C string, up to the NUL, but with at most `max`. `None`: the string cannot be read,
-/// or it has `PATH_MAX` bytes without a NUL.
+/// Calls `each` for each byte of a C string before the NUL, but for at most `max` bytes. `None`: the string cannot be
+/// read, or it has `PATH_MAX` bytes without a NUL.
 fn each_byte(text: *const c_char, memory: Memory, max: usize, each: impl FnMut(u8)) -> Option<()> {
     (walk(text, memory, max, each)? < PATH_MAX).then_some(())
 }
 
-/// Whether a path that the kernel has just read is spelled exactly as `name`.
+/// Whether a path is spelled exactly as `name`. The kernel has just read the path.
 pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
     let (mut count, mut is_equal) = (0, true);
     let mut compare = |byte| {
@@ -399,7 +399,7 @@ pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
         && count == name.len()
 }
 
-/// Returns a string of the client with its NUL. `None`: the string cannot be read.
+/// Returns the client's C string. `None`: the string cannot be read.
 pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     walk(string, Memory::Unknown, usize::MAX, |_| {})?;
     // SAFETY: `walk` has just read the string up to its NUL. The client does not change a call's arguments during the
@@ -407,7 +407,7 @@ pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     Some(unsafe { CStr::from_ptr(string) })
 }
 
-/// Like [`each_byte`], for a string of any length. Returns the number of bytes.
+/// Like [`each_byte`], but without a maximum length. Returns the number of bytes.
 fn walk(
     text: *const c_char,
     memory: Memory,
@@ -433,18 +433,19 @@ fn walk(
     }
 }
 
-/// Reads an aligned word of the client. `None`: the word cannot be read. The load is guarded if slat's handlers are
-/// installed. Before the handlers are installed, slat asks the kernel once for each page, because a program that never
-/// uses KVM must keep its own handlers. `readable` is the page about which slat asked last.
+/// Returns an aligned word of the client's memory. `None`: the word cannot be read. If slat's signal handlers are
+/// installed, the load is guarded. Before that, because a program that never uses KVM must keep its own handlers, slat
+/// asks the kernel once for each page whether the page can be read. `readable` is the last page for which the kernel
+/// has said yes.
 pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
         return unsafe { slat_guard::load(address as *const u64) }.ok();
     }
     if *readable != Some(address / PAGE) {
-        // The kernel copies the signal set before it looks at the first argument, which is invalid. So the call
-        // returns EFAULT if the word cannot be read, and EINVAL if the word can be read. For the null pointer, which
-        // is no set, the call returns success.
+        // The kernel copies the signal set before it looks at the first argument, which is invalid. So the call returns
+        // EFAULT if the word cannot be read, and EINVAL if the word can be read. For a null pointer the call succeeds,
+        // because the pointer then refers to no set.
         // SAFETY: the call changes nothing.
         let answer = unsafe {
             raw(
@@ -490,7 +491,7 @@ mod tests {
             "/proc/self/root/dev/kvm",
         ] {
             assert_eq!(at(libc::AT_FDCWD, path), Some(Special::Device), "{path}");
-            // An absolute path does not depend on the directory.
+            // For an absolute path, the directory (here a bad descriptor) does not matter.
             assert_eq!(at(-7, path), Some(Special::Device), "{path}");
         }
         assert_eq!(at(libc::AT_FDCWD, "/dev/kvm/"), Some(Special::Slash));

@@ -7,13 +7,13 @@ use slat_kvm::thread::Section;
 use slat_process::page_size;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The first address of the break, and its present end.
+/// The first address of the break, and its current end.
 pub type Break = (usize, usize);
 
 /// The program's break. A thread that forks holds this lock.
 static BREAK: Mutex<Break> = Mutex::new((0, 0));
 
-/// Prevents changes of the break as long as the guard lives.
+/// Locks the program's break, which cannot change while the guard lives.
 pub fn lock_break() -> MutexGuard<'static, Break> {
     BREAK.lock().unwrap_or_else(PoisonError::into_inner)
 }

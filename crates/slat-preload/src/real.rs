@@ -8,12 +8,13 @@ pub use slat_process::calls::{raw, result};
 use slat_process::file_size::limited;
 pub use slat_process::{errno, set_errno};
 
-/// Returns an errno in the form of the kernel's result.
+/// Returns an error as the kernel does: the negated errno.
 pub fn error(errno: i32) -> isize {
     -(errno as isize)
 }
 
-/// Returns like the C library: -1 and `errno` for an error. A success does not change `errno`.
+/// Returns the value of a success, or -1 for an error. Like the C library, sets `errno` for an error, and does not
+/// change it on success.
 pub fn plain(result: Result<isize, i32>) -> isize {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -21,7 +22,7 @@ pub fn plain(result: Result<isize, i32>) -> isize {
     })
 }
 
-/// Calls [`raw`] with fewer arguments. Returns a value or an errno.
+/// Calls [`raw`] with fewer arguments. Returns the result as `Ok(value)` or `Err(errno)`.
 macro_rules! kernel {
     ($number:expr $(, $argument:expr)* $(,)?) => {{
         let given = [$($argument as usize),*];
@@ -30,7 +31,7 @@ macro_rules! kernel {
         $crate::real::result($crate::real::raw($number, arguments))
     }};
 }
-/// Calls [`raw`] with fewer arguments. Returns like the C library.
+/// Calls [`raw`] with fewer arguments. Returns -1 and sets `errno` for an error, like the C library.
 macro_rules! call {
     ($($given:tt)*) => {
         $crate::real::plain($crate::real::kernel!($($given)*))
@@ -38,11 +39,11 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
-/// Makes a system call for a function of the C library, by the call that the C library makes for that function on this
-/// architecture ([`older`](calls::older)). Returns like the C library.
+/// Makes a system call as the C library's function does on this architecture, perhaps by an [`older`](calls::older)
+/// call. Returns -1 and sets `errno` for an error, like the C library.
 ///
 /// # Safety
-/// The conditions are those of the call.
+/// The conditions are those of the system call `number`.
 pub unsafe fn call_as_library(number: i64, arguments: [usize; 6]) -> isize {
     let (number, arguments) = calls::older(number, arguments);
     // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
@@ -74,7 +75,7 @@ pub unsafe fn map_memory(
 pub struct Opened(std::ffi::c_int);
 
 impl Opened {
-    /// Opens a file with `flags`, and `O_CLOEXEC`. `None`: the kernel refuses.
+    /// Opens a file with `flags` and `O_CLOEXEC`. `None`: the kernel refuses to open it.
     pub fn new(path: &std::ffi::CStr, flags: std::ffi::c_int) -> Option<Self> {
         let flags = flags | libc::O_CLOEXEC;
         // SAFETY: the path ends with 0, and the call opens a descriptor that no other code owns.
@@ -88,14 +89,14 @@ impl Opened {
         }
     }
 
-    /// Flag for a memfd that can be executed as a program (`MFD_EXEC` of `include/uapi/linux/memfd.h`, Linux 6.3).
-    /// Where `vm.memfd_noexec` is set, a memfd without this flag cannot be executed.
+    /// The flag of a memfd that can be executed as a program (`MFD_EXEC` of `include/uapi/linux/memfd.h`, Linux 6.3).
+    /// If `vm.memfd_noexec` is set, a memfd without this flag cannot be executed.
     pub const EXECUTED: usize = 0x10;
-    /// Flag for a memfd that cannot be executed as a program, but can be mapped and executed (`MFD_NOEXEC_SEAL`). The
-    /// kernel makes such a memfd for any value of `vm.memfd_noexec`.
+    /// The flag of a memfd that cannot be executed as a program, but whose mappings can be executed
+    /// (`MFD_NOEXEC_SEAL`). The kernel creates such a memfd whatever `vm.memfd_noexec` is.
     pub const NOT_EXECUTED: usize = 0x08;
 
-    /// Makes a memfd of one of the two kinds.
+    /// Creates a memfd of a `kind`: [`EXECUTED`](Self::EXECUTED) or [`NOT_EXECUTED`](Self::NOT_EXECUTED).
     pub fn memfd(name: &std::ffi::CStr, kind: usize) -> Option<Self> {
         // SAFETY: the name ends with 0, and the call opens a descriptor that no other code owns.
         unsafe {
@@ -134,7 +135,7 @@ impl Opened {
         Some(())
     }
 
-    /// Takes ownership of the descriptor that a system call has opened. `None`: the kernel has refused.
+    /// Takes ownership of the descriptor that a system call has opened. `None`: the call has failed.
     ///
     /// # Safety
     /// - `answer` is the result of a call that opens a descriptor. No other code owns that descriptor.
@@ -155,7 +156,7 @@ impl Drop for Opened {
     }
 }
 
-/// A function of the C library that is looked up by its name, for work that no system call can do.
+/// A C library function that slat looks up by its name, for work that system calls cannot do.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,
@@ -163,7 +164,7 @@ pub struct Next {
 }
 
 impl Next {
-    /// Makes a value for the function `name`. The first call looks up its address.
+    /// Describes the function `name`. The first call of [`get`](Self::get) looks up its address.
     pub const fn new(name: &'static std::ffi::CStr) -> Self {
         Next {
             name,

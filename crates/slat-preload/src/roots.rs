@@ -1,9 +1,9 @@
 //! The calls after which a path may lead to another file: chroot, pivot_root, setns, unshare. Before these calls slat
-//! keeps its own files, because programs that are executed afterwards cannot see the files. This module also has mount,
-//! by which a jailer gives its program the device.
+//! maps its own files, because programs that are executed afterwards cannot see them. This module also has mount, by
+//! which a jailer makes `/dev/kvm` visible to its program.
 //!
-//! A program may define functions with these names that call the kernel by `syscall`. So the functions here that serve
-//! calls by number have other names.
+//! A program may define functions with these names, which call `syscall`. So the functions here that serve `syscall`
+//! have other names.
 
 use crate::children;
 use crate::files::interpose;
@@ -12,7 +12,7 @@ use crate::paths::{Special, special};
 use crate::real::{call, errno};
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 
-/// Whether a path leads to `/dev/kvm`, or to slat's descriptor of it.
+/// Whether a path leads to `/dev/kvm`, or is the link in `/proc` of slat's descriptor of `/dev/kvm`.
 fn is_device(path: *const c_char) -> bool {
     match special(libc::AT_FDCWD, path, 0) {
         Some(Special::Device) => true,
@@ -21,10 +21,10 @@ fn is_device(path: *const c_char) -> bool {
     }
 }
 
-/// Makes a call after which paths may lead to other files.
+/// Makes the call `number` (chroot or pivot_root), after which paths may lead to other files.
 ///
 /// # Safety
-/// The conditions are those of the system call itself.
+/// The conditions are those of the system call `number`.
 pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     children::keep_files();
     let [a, b] = arguments;
@@ -32,10 +32,10 @@ pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     unsafe { call!(number, a, b) as c_int }
 }
 
-/// Implements setns. If `kind` is 0, the descriptor may be that of a mount namespace.
+/// Implements setns. If `kind` is 0, the namespace may be of any kind, so also a mount namespace.
 ///
 /// # Safety
-/// The conditions are those of the system call itself.
+/// The conditions are those of setns(2).
 pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
     if kind == 0 || kind & libc::CLONE_NEWNS != 0 {
         children::keep_files();
@@ -47,7 +47,7 @@ pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
 /// Implements unshare. In a new mount namespace the program may mount another file system over slat's files.
 ///
 /// # Safety
-/// The conditions are those of the system call itself.
+/// The conditions are those of unshare(2).
 pub unsafe fn separate(kinds: c_int) -> c_int {
     if kinds & libc::CLONE_NEWNS != 0 {
         children::keep_files();
@@ -56,12 +56,12 @@ pub unsafe fn separate(kinds: c_int) -> c_int {
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
-/// Implements mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted instead if the
-/// machine has no such device, or if the source is the path of slat's descriptor, which the kernel cannot mount. slat
-/// recognises the new path by its name.
+/// Implements mount. A bind mount of `/dev/kvm` mounts the machine's own device. If the machine has no such device, or
+/// if the source is the path of slat's descriptor, which the kernel cannot mount, another device is mounted instead.
+/// slat later recognises the new path by its name.
 ///
 /// # Safety
-/// The conditions are those of the system call itself.
+/// The conditions are those of mount(2).
 pub unsafe fn bind(
     source: *const c_char,
     target: *const c_char,
@@ -71,7 +71,7 @@ pub unsafe fn bind(
 ) -> c_int {
     let mount = |source: *const c_char| {
         // SAFETY: the arguments are valid for mount(2), as this function's contract requires. The source is the
-        // caller's, or a string that ends with 0.
+        // caller's source or a string that ends with 0.
         unsafe { call!(libc::SYS_mount, source, target, kind, flags, data) as c_int }
     };
     let answer = mount(source);

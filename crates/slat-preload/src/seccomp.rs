@@ -1,5 +1,5 @@
-//! Installs the program's seccomp filters, by seccomp(2) or prctl(2), in a program whose calls slat does not judge
-//! itself. (`dispatch::filters` serves the other programs.)
+//! Installs the program's seccomp filters, by seccomp(2) or prctl(2), in programs that have loaded slat's C library.
+//! (`dispatch::filters` serves the programs that slat loads.)
 
 use crate::guarded::guarded;
 use libc::sock_filter;
@@ -8,9 +8,9 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ops::Range;
 
-/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`. The application passes `flags` and `program`, the address of a
-/// `sock_fprog`. Calls `install` with the flags and the filter's address that the kernel gets. They can differ from the
-/// application's: `filter_flags` and `exempting` may replace them.
+/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`. `flags`, and `program`, the address of a `sock_fprog`, are the
+/// application's arguments. Calls `install` with the flags and the filter's address for the kernel. These may differ
+/// from the application's: `filter_flags` may change the flags, and `exempting` may replace the filter.
 pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) -> isize) -> isize {
     let flags = filter_flags(flags);
     filtering(program, || {
@@ -18,15 +18,15 @@ pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) 
     })
 }
 
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. Before that, slat starts its threads,
-/// so that the filter does not bind them.
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. If the program already uses KVM,
+/// starts slat's threads first, so that the filter does not apply to them.
 pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     if !crate::is_prepared() {
         let answer = install();
         if answer >= 0 {
             guarded(|| {
                 // SAFETY: the kernel has just read the `sock_fprog` and its instructions. Both structs are the
-                // kernel's. Nothing here makes a system call, which the filter may forbid.
+                // kernel's. This code makes no system call, because the filter may forbid it.
                 let program = unsafe {
                     let program = (program as *const libc::sock_fprog).read_unaligned();
                     std::slice::from_raw_parts(program.filter, program.len.into())
@@ -37,7 +37,7 @@ pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
         }
         return answer;
     }
-    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
+    // slat serves no KVM calls in a child of `vfork`, and must not leave threads in the parent's memory.
     if crate::is_borrowed() {
         return install();
     }
@@ -51,8 +51,8 @@ pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     install()
 }
 
-/// Returns the flags with which a filter is installed. Removes the flag for all threads if the program has only one
-/// thread.
+/// Returns the flags with which a filter is installed: `flags` without `SECCOMP_FILTER_FLAG_TSYNC` if the program has
+/// only one thread.
 fn filter_flags(flags: usize) -> usize {
     const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
     let is_one = || {
@@ -110,15 +110,16 @@ pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<sock_filter>> {
     Ok(decoded.collect())
 }
 
-/// Returns instructions that allow calls from `range`, followed by the filter `own`, which judges all other calls.
-/// `None`: there are too many instructions.
+/// Returns instructions that allow calls from `range`, followed by the filter `own` for all other calls. `None`: there
+/// are too many instructions.
 pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
     let mut prefixed = allow(range);
     prefixed.extend_from_slice(own);
     Some((u16::try_from(prefixed.len()).ok()?, prefixed))
 }
 
-/// Returns instructions that allow calls from `range`. All other calls reach the instructions that follow.
+/// Returns instructions that allow calls from `range`. For all other calls, execution continues after these
+/// instructions.
 fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     const ADDRESS: u32 = 8;
     let instruction = |code: u32, jt, jf, k| sock_filter {
@@ -132,7 +133,7 @@ fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     let (first, last) = (range.start, range.end - 1);
     let high = |address: usize| (address >> 32) as u32;
     let mut code = Vec::new();
-    // The filter machine has words of 32 bits. So the code has one part for each value of an address's upper half.
+    // BPF has words of 32 bits. So the code has one part for each value of the upper half of the addresses.
     for half in high(first)..=high(last) {
         let low = if half == high(first) { first as u32 } else { 0 };
         let end = if half == high(last) {

@@ -1,14 +1,14 @@
-//! Signal handlers of the program. The kernel calls each of them through [`trampoline`]. The trampoline makes the
-//! handler wait until the thread has left slat's code ([`slat_guard::defer`]), and ends a running `KVM_RUN`, so that
-//! the wait is short.
+//! Signal handlers of the program. The kernel calls slat's [`trampoline`] in place of each handler. The trampoline
+//! defers the handler until the thread has left slat's code ([`slat_guard::defer`]). So that the handler need not wait
+//! long, the trampoline ends a running `KVM_RUN`.
 //!
 //! The kernel knows only the trampoline. A table here holds the program's own handler and flags, which `sigaction`
-//! returns. The mask is the program's, and the kernel applies it as always. Two flags differ: the trampoline always
-//! asks for the signal's information; and in a program that uses KVM, the trampoline itself resets the handler
-//! (`SA_RESETHAND`) when the handler really runs.
+//! returns. The signal mask in the kernel is the program's. Two flags differ from the program's: `SA_SIGINFO` is always
+//! set, and in a program that uses KVM, `SA_RESETHAND` is not set, because the trampoline itself resets the handler
+//! when the handler really runs.
 //!
 //! After `/dev/kvm` is opened for the first time, slat handles SIGSEGV, SIGBUS and its kick signal first. Signals that
-//! are not meant for slat are passed to the action that the program has set ([`slat_guard::set_chained`]). Where system
+//! are not meant for slat are passed to the action that the program has set ([`slat_guard::set_chained`]). If system
 //! calls are dispatched, SIGSYS is slat's from the start and never blocked, and only the table knows the program's
 //! action for SIGSYS.
 
@@ -25,8 +25,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 /// The size of a table indexed by signal: signals have the numbers 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's action for a signal while the kernel has the trampoline: the program's function and flags. If threads
-/// set the action of one signal concurrently, the result may have the function of one thread and the flags of another.
+/// The program's action for a signal for which the kernel calls the trampoline: the program's function and flags. If
+/// threads set the action of one signal concurrently, the result may have the function of one thread and the flags of
+/// another.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -39,10 +40,10 @@ static HANDLERS: [Handler; SIGNALS] = [const {
     }
 }; SIGNALS];
 
-/// Whether slat's handlers for the three signals are installed.
+/// Whether slat's handlers for SIGSEGV, SIGBUS and the kick signal are installed.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
-/// Whether slat handles SIGSYS, because system calls are dispatched.
+/// Whether slat handles SIGSYS, because the kernel dispatches system calls.
 static DISPATCHED: AtomicBool = AtomicBool::new(false);
 
 /// The mask of the program's action for SIGSYS, if slat handles SIGSYS.
@@ -73,7 +74,8 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         }
     }
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // All signals are blocked here, because slat needs that.
+        // All signals are blocked here, because slat needs that. The program's handler gets the mask that it would have
+        // without slat.
         // SAFETY: the context comes from the kernel. The C library's larger set begins with the kernel's set.
         let interrupted = unsafe {
             let context = context.cast::<libc::ucontext_t>();
@@ -89,7 +91,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         }
     }
     if is_function(function) {
-        // SAFETY: the program gave this function for this signal.
+        // SAFETY: the program has set this function as the handler of this signal.
         unsafe { call_program(function, signal, info, context) }
     } else if signal == libc::SIGSYS {
         // A seccomp filter or a process has sent the signal. As without slat, the signal ends the process when this
@@ -117,11 +119,11 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// Calls the C library's `sigaction`. In a program with a C library of its own, calls the kernel instead. slat's C
-/// library would refuse the signals that it reserves for itself, but the program's C library uses these signals, too.
+/// Calls the C library's `sigaction`, or for a loaded program the kernel. A loaded program's own C library reserves
+/// some signals for itself, and slat's C library would refuse these signals.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if loaded::is_loaded() {
-        // SAFETY: `new` and `old` are valid or null, as sigaction(2) asks of its caller.
+        // SAFETY: `new` and `old` are valid or null, as sigaction(2) requires.
         return unsafe {
             match slat_guard::set_kernels(signal, new.as_ref()) {
                 Ok(before) => {
@@ -142,7 +144,8 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
         return -1;
     };
     type Sigaction = unsafe extern "C" fn(c_int, *const Action, *mut Action) -> c_int;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid for
+    // it.
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
@@ -153,7 +156,8 @@ pub fn prepare() {
     }
 }
 
-/// Converts the kernel's action for a signal, which may be the trampoline, to the action that the program has set.
+/// Converts an action that the kernel has returned to the action that the program has set. The two differ if the
+/// kernel's action is the trampoline.
 fn as_set(signal: usize, mut action: Action) -> Action {
     if action.sa_sigaction == trampoline_address() {
         action.sa_sigaction = HANDLERS[signal].function.load(Ordering::Acquire);
@@ -162,7 +166,7 @@ fn as_set(signal: usize, mut action: Action) -> Action {
     action
 }
 
-/// Makes slat's handlers pass signals to the program's actions instead of the trampoline. Call after installing slat's
+/// Makes slat's handlers pass signals on to the program's actions, not to the trampoline. Call after installing slat's
 /// handlers.
 pub fn take_over() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()] {
@@ -170,8 +174,8 @@ pub fn take_over() {
             slat_guard::set_chained(signal, Some(&as_set(signal as usize, action)));
         }
     }
-    // Another thread may set an action at the same time. Because of SeqCst, either this code finds that action's
-    // flags, or that thread finds `TAKEN_OVER`.
+    // Another thread may set an action at the same time. SeqCst ensures that this code finds that action's flags, or
+    // that the other thread finds `TAKEN_OVER` set.
     TAKEN_OVER.store(true, Ordering::SeqCst);
     for (signal, handler) in HANDLERS.iter().enumerate() {
         if handler.flags.load(Ordering::SeqCst) & libc::SA_RESETHAND != 0 {
@@ -180,7 +184,8 @@ pub fn take_over() {
     }
 }
 
-/// Makes the kernel keep the trampoline after calling it for `signal`, if the trampoline is installed.
+/// If the trampoline is installed for `signal`, makes the kernel keep it installed after calling it (no
+/// `SA_RESETHAND`).
 fn keep_handler(signal: c_int) {
     // SAFETY: all-zero is a valid action, and the actions are live.
     unsafe {
@@ -207,7 +212,7 @@ pub fn take_over_dispatch(handler: usize) {
     DISPATCHED.store(true, Ordering::Release);
 }
 
-/// Changes the program's action for SIGSYS, which only the table knows.
+/// Sets and returns the program's action for SIGSYS in the table. The kernel's action is slat's handler.
 ///
 /// # Safety
 /// - The pointers are valid or null.
@@ -218,7 +223,7 @@ unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
         let mut before: Action = zeroed();
         before.sa_sigaction = handler.function.load(Ordering::Acquire);
         before.sa_flags = handler.flags.load(Ordering::Relaxed);
-        // The C library's larger set begins with the kernel's set.
+        // The C library's set is larger, and begins with the kernel's set.
         let kernels = (&raw mut before.sa_mask).cast::<u64>();
         kernels.write(SIGSYS_MASK.load(Ordering::Relaxed));
         if let Some(new) = new.as_ref() {
@@ -234,7 +239,7 @@ unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
     0
 }
 
-/// Removes from a set the signals that must not be blocked.
+/// Removes the signals that slat must not block from `set`.
 fn keep_unblocked(set: &mut libc::sigset_t) {
     // SAFETY: the C library's signal set is larger, and begins with the kernel's set.
     unsafe {
@@ -243,9 +248,9 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
     }
 }
 
-/// Implements sigaction in a child of `vfork`. The kernel keeps the child's actions separate from the parent's, but
-/// this library's table is shared by both. Such a child runs no vCPU, so its handlers need not wait. In the child,
-/// `sigaction` returns the parent's actions.
+/// Implements sigaction in a child of `vfork`. In the kernel, the child has its own actions, but it shares this
+/// library's table with its parent. So slat does not change the table. The child runs no vCPU, so its handlers need not
+/// wait. In the child, `sigaction` returns the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
     let result = unsafe { next(signal, new, old) };
@@ -262,7 +267,7 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
 /// Implements sigaction.
 ///
 /// # Safety
-/// The conditions are those of `sigaction`.
+/// The conditions are those of sigaction(2).
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
         // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
@@ -296,11 +301,11 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
-        // A program that asks the kernel directly may have got the trampoline as the old action, and sets it again.
+        // A program that calls the kernel directly may have got the trampoline as the old action, and may set it again.
         && action.sa_sigaction != trampoline_address()
     {
-        // Stores the handler before setting the kernel's action, so that the trampoline finds the handler if the signal
-        // arrives at once.
+        // The handler is stored before the kernel's action is set, so that the trampoline finds the handler if the
+        // signal arrives at once.
         handler.flags.store(action.sa_flags, Ordering::SeqCst);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
@@ -327,7 +332,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     }
     let resets = |action: Action| action.sa_flags & libc::SA_RESETHAND != 0;
     if ours.is_some_and(resets) && TAKEN_OVER.load(Ordering::SeqCst) {
-        // `take_over` may have looked for the trampoline before the kernel had it.
+        // If `take_over` ran before the kernel had the trampoline, it has not changed the trampoline's flags.
         keep_handler(signal);
     }
     if kernels.sa_sigaction == trampoline_address() {
@@ -340,7 +345,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     result
 }
 
-/// Implements `signal` and its older forms.
+/// Implements `signal` and its variants.
 unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sighandler_t {
     // SAFETY: all-zero is a valid action. Both actions are live.
     unsafe {
@@ -366,10 +371,10 @@ unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sig
 static NEXT_SIGPROCMASK: Next = Next::new(c"sigprocmask");
 static NEXT_PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
 
-/// Implements sigprocmask by `next`, one of the C library's functions for it.
+/// Implements sigprocmask. `next` is the C library's function that the program has called.
 ///
 /// # Safety
-/// The conditions are those of `sigprocmask`.
+/// The conditions are those of sigprocmask(2).
 unsafe fn change_mask(
     next: &Next,
     how: c_int,
@@ -382,7 +387,8 @@ unsafe fn change_mask(
     };
     type Change =
         unsafe extern "C-unwind" fn(c_int, *const libc::sigset_t, *mut libc::sigset_t) -> c_int;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid for
+    // it.
     unsafe {
         let next = std::mem::transmute::<usize, Change>(function);
         match set.as_ref() {
@@ -403,7 +409,7 @@ interpose! {
         unsafe { set_action(signal, new, old) }
     }
 
-    /// Replaces sigaction(2) under its other name.
+    /// Replaces `__sigaction`, another name of sigaction(2).
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
         // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         unsafe { set_action(signal, new, old) }
@@ -421,7 +427,7 @@ interpose! {
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
-    /// Replaces signal(2) with BSD's behaviour, which is the C library's default.
+    /// Replaces signal(2), with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
@@ -433,7 +439,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// Replaces signal(2) with BSD's behaviour, under an older name.
+    /// Replaces ssignal, an older name of signal(2) with BSD's behaviour.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
@@ -445,7 +451,7 @@ interpose! {
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
-    /// Replaces signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
+    /// Replaces signal(2) with System V's behaviour. Programs compiled with -std=c99 call this function as `signal`.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }

@@ -11,8 +11,8 @@ use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// Serves a query: calls `ours` for one of KVM's files, `kernels` for all other files. `excludes` gets the kernel's
-/// result: see [`serve`](paths::serve).
+/// Serves a query: calls `ours` for one of KVM's files, and `kernels` for all other files. `excludes` says whether the
+/// kernel's result shows that the file is none of KVM's (see [`serve`](paths::serve)).
 fn ask(
     directory: c_int,
     path: *const c_char,
@@ -41,7 +41,7 @@ fn ask(
     };
     let ours = |special| {
         let look = match special {
-            // For the link itself, the kernel's result is returned.
+            // The kernel serves a query about the link itself.
             Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
             special => Look::of_path(special),
         };
@@ -56,7 +56,7 @@ fn ask(
     ) as c_int
 }
 
-/// Whether a file with this mode, device number and size is neither `/dev/kvm` nor a module parameter.
+/// Whether a file's mode, device number and size show that it is neither `/dev/kvm` nor a module parameter.
 fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
     match mode & libc::S_IFMT {
         libc::S_IFCHR => device != paths::DEVICE,
@@ -65,7 +65,7 @@ fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
     }
 }
 
-/// Ends a call that stores a struct in the client's memory. Returns 0, or -1 and sets `errno`.
+/// Copies a struct to the client's memory as the last step of a call. Returns 0, or -1 and sets `errno`.
 ///
 /// # Safety
 /// `T` is plain bytes without padding that matters. `to` is an address of the client; the write is guarded.
@@ -86,10 +86,10 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     }
 }
 
-/// Implements fstatat and all equivalent calls. `kernels` makes the kernel's call.
+/// Implements fstatat and all equivalent calls. `kernels` makes the call in the kernel.
 ///
 /// # Safety
-/// The conditions are those of `fstatat`.
+/// The conditions are those of fstatat(2).
 pub unsafe fn stat_at(
     directory: c_int,
     path: *const c_char,
@@ -98,7 +98,8 @@ pub unsafe fn stat_at(
     kernels: impl Fn() -> isize,
 ) -> c_int {
     let excludes = || {
-        // SAFETY: the kernel has just filled in the struct, which is the C library's on 64-bit architectures.
+        // SAFETY: the kernel has just filled in the struct. On 64-bit architectures, the kernel's struct is the C
+        // library's.
         let stat = unsafe { &*to };
         let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
         is_other(stat.st_mode, device, stat.st_size)
@@ -113,12 +114,11 @@ pub unsafe fn stat_at(
     answer
 }
 
-/// The link text of the memfd of `/dev/kvm`.
+/// The text of the link in `/proc` of the memfd that slat uses for `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, whose file has this mode, size and number of links, is a `/dev/kvm` that the table does not know: the
-/// descriptor may have stayed open across `exec`, or may come through a socket. Asks the kernel only about a file that
-/// looks like the memfd.
+/// Whether `fd` refers to slat's memfd of `/dev/kvm`, but is not in slat's table, because it stayed open across exec or
+/// came through a socket. `mode`, `size` and `links` are the file's; the kernel is asked only if they fit the memfd.
 fn is_inherited(fd: c_int, links: impl Into<u64>, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
     links.into() == 0
@@ -127,11 +127,12 @@ fn is_inherited(fd: c_int, links: impl Into<u64>, mode: u32, size: i64) -> bool 
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
-/// Corrects the kernel's `stat` in two cases: `fd` is a descriptor of `/dev/kvm` that the table does not know, or
-/// refers to the file that is opened in place of `/proc/cpuinfo`. (cp(1) compares that `stat` with the path's.)
+/// Corrects the kernel's `stat` of `fd` in two cases. In the first, `fd` refers to `/dev/kvm`, but is not in slat's
+/// table. In the second, `fd` refers to the file that is opened in place of `/proc/cpuinfo`; cp(1) compares this `stat`
+/// with the path's.
 ///
 /// # Safety
-/// `stat` was filled in by the kernel.
+/// The kernel has filled in `stat`.
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
     // SAFETY: the kernel has filled in `stat`, as this function's contract requires.
     unsafe {
@@ -159,15 +160,15 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     let mut rest = &mut text[..];
     write!(rest, "{name}").expect("names are short");
     let written = (MAX - rest.len()).min(len);
-    // SAFETY: the copy is guarded; the address is the client's.
+    // SAFETY: the copy to the client's address is guarded.
     let copied = unsafe { slat_guard::copy_out(to, &text[..written]) };
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
 
-/// Implements readlinkat and all equivalent calls. `kernels` makes the kernel's call.
+/// Implements readlinkat and all equivalent calls. `kernels` makes the call in the kernel.
 ///
 /// # Safety
-/// The conditions are those of `readlinkat`.
+/// The conditions are those of readlinkat(2).
 pub unsafe fn read_link_at(
     directory: c_int,
     path: *const c_char,
@@ -190,14 +191,14 @@ pub unsafe fn read_link_at(
     };
     // SAFETY: the arguments are valid for readlinkat(2), as this function's contract requires.
     let kernels = || unsafe { corrected_link(to, kernels()) };
-    // Neither the device nor a parameter is a symbolic link.
+    // If the kernel has read a link, the path is neither the device nor a parameter.
     paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
 }
 
-/// Implements fstat and all equivalent calls. `kernels` makes the kernel's call.
+/// Implements fstat and all equivalent calls. `kernels` makes the call in the kernel.
 ///
 /// # Safety
-/// The conditions are those of `fstat`.
+/// The conditions are those of fstat(2).
 pub unsafe fn stat_descriptor(
     fd: c_int,
     to: *mut libc::stat,
@@ -218,8 +219,8 @@ pub unsafe fn stat_descriptor(
     answer
 }
 
-/// Corrects the text of a link, if the link is that of a descriptor of `/dev/kvm` that the table does not know. Returns
-/// the text's length.
+/// Corrects the text of a link if it is the link in `/proc` of a `/dev/kvm` descriptor that is not in slat's table.
+/// Returns the text's length.
 ///
 /// # Safety
 /// - The kernel has just written `written` bytes to `to`, or has failed.
@@ -236,11 +237,11 @@ unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
     written
 }
 
-/// Returns the path of a special file without symbolic links, for realpath(3).
+/// Returns the path that realpath(3) returns for a special file.
 fn real_path(path: *const c_char) -> Option<CString> {
     let special = match crate::is_prepared() {
         true => paths::special(libc::AT_FDCWD, path, 0),
-        // The path is read without a guard, because the C library reads it, too.
+        // The path is read without a guard, because the C library's realpath would also read it without one.
         false if path.is_null() => None,
         false => paths::special_readable(libc::AT_FDCWD, path),
     };
@@ -250,16 +251,17 @@ fn real_path(path: *const c_char) -> Option<CString> {
         Special::Descriptor(fd) => {
             matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
         }
-        // C libraries differ in this case, so the C library's own function serves it.
+        // C libraries return different results for a device followed by a slash, so the C library's own function serves
+        // it.
         Special::Slash => return None,
     };
     CString::new(path).ok()
 }
 
-/// Implements realpath, and all calls equivalent to it. If `to` is null, allocates a new string.
+/// Implements realpath and all equivalent calls. If `to` is null, allocates a new string.
 ///
 /// # Safety
-/// The conditions are those of `realpath`.
+/// The conditions are those of realpath(3).
 unsafe fn real_path_to(
     path: *const c_char,
     to: *mut c_char,
@@ -272,7 +274,7 @@ unsafe fn real_path_to(
         // SAFETY: `path` is a C string.
         return unsafe { libc::strdup(path.as_ptr()) };
     }
-    // SAFETY: the copy is guarded; the address is the client's.
+    // SAFETY: the copy to the client's address is guarded.
     match unsafe { slat_guard::copy_out(to.cast(), path.as_bytes_with_nul()) } {
         Ok(()) => to,
         Err(_) => {
@@ -287,23 +289,24 @@ static NEXT_REALPATH: Next = Next::new(c"realpath");
 /// Calls the C library's realpath.
 ///
 /// # Safety
-/// The conditions are those of `realpath`.
+/// The conditions are those of realpath(3).
 unsafe fn next_real_path(path: *const c_char, to: *mut c_char) -> *mut c_char {
     let Some(function) = NEXT_REALPATH.get() else {
         set_errno(libc::ENOSYS);
         return std::ptr::null_mut();
     };
     type Realpath = unsafe extern "C" fn(*const c_char, *mut c_char) -> *mut c_char;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are valid for
+    // it.
     unsafe { std::mem::transmute::<usize, Realpath>(function)(path, to) }
 }
 
 unsafe extern "C" {
-    /// Reports the overflow and ends the program, as the C library's own checks do.
+    /// Reports a buffer overflow and ends the program, as the C library's own checks do.
     fn __chk_fail() -> !;
 }
 
-/// Ends the program if `len` exceeds `room`, the size of the caller's buffer, as _FORTIFY_SOURCE promises.
+/// Ends the program if `len` exceeds `room`, the size of the caller's buffer. _FORTIFY_SOURCE requires this check.
 fn check_room(len: usize, room: usize) {
     if len > room {
         // SAFETY: the call does not return.
@@ -320,13 +323,14 @@ pub fn prepare() {
     }
 }
 
-/// Implements fstat. Calls the C library's function for other files, because the right system call depends on the
-/// library's version.
+/// Implements fstat. Calls the C library's function for other files, because it depends on the library's version which
+/// system call is right.
 unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     let kernels = || match NEXT_FSTAT.get() {
         Some(function) if !Section::is_entered() => {
             type Fstat = unsafe extern "C" fn(c_int, *mut libc::stat) -> c_int;
-            // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+            // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments are
+            // valid for it.
             unsafe { std::mem::transmute::<usize, Fstat>(function)(fd, to) as isize }
         }
         // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
@@ -336,7 +340,7 @@ unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     unsafe { stat_descriptor(fd, to, kernels) }
 }
 
-/// Implements stat, lstat and fstatat for exported functions.
+/// Implements stat, lstat and fstatat for the functions that this library exports.
 unsafe fn stat_by_path(
     directory: c_int,
     path: *const c_char,
@@ -370,7 +374,7 @@ unsafe fn stat_as_before(path: *const c_char, to: *mut libc::stat, flags: c_int)
     }
 }
 
-/// Makes the kernel's call of readlink.
+/// Makes readlink in the kernel, by readlinkat.
 unsafe fn read_link_here(path: *const c_char, to: *mut c_char, len: usize) -> isize {
     let arguments = [
         libc::AT_FDCWD as usize,
@@ -391,7 +395,7 @@ interpose! {
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
-    /// Replaces stat(2) with large files: the struct is the same on 64-bit architectures.
+    /// Replaces stat64, which is stat(2) for large files. On 64-bit architectures, the struct is the same.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
@@ -403,7 +407,7 @@ interpose! {
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// Replaces lstat(2) with large files.
+    /// Replaces lstat64, which is lstat(2) for large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
@@ -415,7 +419,7 @@ interpose! {
         unsafe { stat_by_name(fd, to) }
     }
 
-    /// Replaces fstat(2) with large files.
+    /// Replaces fstat64, which is fstat(2) for large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_by_name(fd, to) }
@@ -427,55 +431,55 @@ interpose! {
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// Replaces fstatat(2) with large files.
+    /// Replaces fstatat64, which is fstatat(2) for large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// Replaces stat(2) of programs built against an older C library.
+    /// Replaces `__xstat`, which programs built against an older C library call for stat(2).
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, 0) }
     }
 
-    /// Replaces stat(2) of programs built against an older C library, with large files.
+    /// Replaces `__xstat64`, which programs built against an older C library call for stat64.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, 0) }
     }
 
-    /// Replaces lstat(2) of programs built against an older C library.
+    /// Replaces `__lxstat`, which programs built against an older C library call for lstat(2).
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// Replaces lstat(2) of programs built against an older C library, with large files.
+    /// Replaces `__lxstat64`, which programs built against an older C library call for lstat64.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// Replaces fstat(2) of programs built against an older C library.
+    /// Replaces `__fxstat`, which programs built against an older C library call for fstat(2).
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
-    /// Replaces fstat(2) of programs built against an older C library, with large files.
+    /// Replaces `__fxstat64`, which programs built against an older C library call for fstat64.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
-    /// Replaces fstatat(2) of programs built against an older C library.
+    /// Replaces `__fxstatat`, which programs built against an older C library call for fstatat(2).
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// Replaces fstatat(2) of programs built against an older C library, with large files.
+    /// Replaces `__fxstatat64`, which programs built against an older C library call for fstatat64.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
@@ -490,7 +494,7 @@ interpose! {
         };
         // SAFETY: the struct has only integers. The address is the caller's, and the write is guarded.
         let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::statx)) };
-        // SAFETY: the client's arguments go to the kernel unchanged.
+        // SAFETY: the arguments are valid for statx(2), as this function's contract requires.
         let kernels = || unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) };
         let answer = ask(directory, path, flags, kernels, excludes, ours);
         if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
@@ -522,14 +526,14 @@ interpose! {
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
-    /// Replaces readlink(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__readlink_chk`, which programs compiled with _FORTIFY_SOURCE call for readlink(2).
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the arguments are valid for readlink(2), as this function's contract requires.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
-    /// Replaces readlinkat(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__readlinkat_chk`, which programs compiled with _FORTIFY_SOURCE call for readlinkat(2).
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the arguments are valid for readlinkat(2), as this function's contract requires.
@@ -542,7 +546,7 @@ interpose! {
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
-    /// Replaces realpath(3), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__realpath_chk`, which programs compiled with _FORTIFY_SOURCE call for realpath(3).
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
         // SAFETY: the arguments are valid for realpath(3), as this function's contract requires.

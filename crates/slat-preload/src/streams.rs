@@ -1,8 +1,9 @@
 //! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, and module parameters
 //! can be written. The other descriptors refuse these calls, as KVM's do.
 //!
-//! For descriptors that are not KVM's, the C library's own functions are called. These functions are cancellation
-//! points: a cancelled thread unwinds through the functions here. So no value on their stack has a destructor.
+//! For descriptors that are not KVM's, this module calls the C library's own functions. These are cancellation points:
+//! if a thread is cancelled in one, it unwinds through the calling function here. So such a function has no values with
+//! destructors.
 
 use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};
@@ -14,17 +15,17 @@ use slat_kvm::thread::Section;
 use slat_process::caller::with_own_floats;
 use std::ffi::{c_int, c_void};
 
-/// The offset at which a call reads or writes.
+/// The file offset at which a call reads or writes.
 #[derive(Clone, Copy)]
 pub enum At {
-    /// The descriptor's position.
+    /// The current position of the descriptor.
     Position,
-    /// An offset that the call passes.
+    /// An offset that the caller passes.
     Offset(i64),
 }
 
 impl At {
-    /// Converts an offset of preadv2 or pwritev2. There, -1 means the descriptor's position.
+    /// Converts the offset argument of preadv2 or pwritev2, for which -1 means the descriptor's position.
     pub fn of(offset: i64) -> Self {
         match offset {
             -1 => At::Position,
@@ -36,17 +37,17 @@ impl At {
 /// The data that the client writes.
 #[derive(Clone, Copy)]
 pub enum Data {
-    /// An address and a number of bytes.
+    /// One buffer: its address and its number of bytes.
     Bytes(*const c_void, usize),
-    /// An address and a number of `iovec`.
+    /// An array of `iovec`: its address and its number of elements.
     Vector(*const c_void, c_int),
 }
 
-/// The greatest number of bytes that a module parameter's file takes in one call.
+/// The maximum number of bytes that one write to a module parameter's file may have.
 const PAGE: usize = 4096;
 
 impl Data {
-    /// Reads the data: at most a page.
+    /// Copies the data from the client's memory: at most a page.
     fn read(self) -> Result<Vec<u8>, i32> {
         let mut bytes = Vec::new();
         match self {
@@ -70,7 +71,7 @@ impl Data {
     }
 }
 
-/// Appends `len` bytes of the client, at most until the page is full.
+/// Appends `len` bytes from the client's address `from`, but only until `bytes` has a page.
 fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
     let start = bytes.len();
     bytes.resize(start + len.min(PAGE - start), 0);
@@ -90,17 +91,19 @@ fn is_opened(fd: c_int, access: c_int) -> bool {
     flags as c_int & libc::O_ACCMODE == access
 }
 
-/// Returns the errno with which KVM's descriptors refuse to be read or written.
+/// Returns the errno with which KVM's descriptors refuse reads and writes.
 fn refusal(object: &Object, at: At) -> i32 {
     match (object, at) {
         (_, At::Offset(..0)) => libc::EINVAL,
-        // The device has a position, though it has no effect. Anonymous inodes have none.
+        // Anonymous inodes have no position, so an offset fails with ESPIPE. `/dev/kvm` has a position, although it has
+        // no effect.
         (Object::System(_), _) | (_, At::Position) => libc::EINVAL,
         (_, At::Offset(_)) => libc::ESPIPE,
     }
 }
 
-/// Whether the kernel has to read from `fd`. If so, updates the statistics. If not, sets `errno`.
+/// Whether the kernel has to serve a read from `fd`. If so, and `fd` has statistics, updates them first. If not, sets
+/// `errno`.
 pub fn before_reading(fd: c_int, at: At) -> bool {
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -150,7 +153,7 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
 /// Implements lseek.
 ///
 /// # Safety
-/// The conditions are those of `lseek`.
+/// The conditions are those of lseek(2).
 pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     let kernels = || {
         // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
@@ -167,7 +170,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             Object::Parameter(_) | Object::DevicePath => kernels(),
             _ if !(libc::SEEK_SET..=libc::SEEK_HOLE).contains(&whence) => Err(libc::EINVAL),
             Object::GuestMemfd(_) => Err(libc::ESPIPE),
-            // KVM returns the position and does not change it.
+            // KVM's lseek on these objects returns the position and does not change it.
             Object::System(_)
             | Object::Vm(_)
             | Object::Vcpu(_)
@@ -180,9 +183,9 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     })
 }
 
-/// Defines exported functions that read or write a descriptor. Each definition has a system call, and an expression
-/// that is evaluated first for KVM's descriptors. The expression's value is the result; `None` means to make the system
-/// call.
+/// Defines exported functions that read or write a descriptor. Each definition names a system call, and an expression
+/// that is evaluated for KVM's descriptors. The expression's value is the function's result; for `None`, the function
+/// makes the system call.
 macro_rules! streams {
     ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
         ($($given:expr),*), $first:expr;)*) => {
@@ -208,7 +211,8 @@ macro_rules! streams {
                         return unsafe { call!($number, $fd, $($given),*) };
                     };
                     type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
-                    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+                    // SAFETY: `function` is the C library's function, which has this signature. The caller's arguments
+                    // are valid for it.
                     unsafe { std::mem::transmute::<usize, Function>(function)($fd, $($argument),*) }
                 }
             }
@@ -223,7 +227,7 @@ macro_rules! streams {
     };
 }
 
-/// Prepares to read from `fd`, for the functions that [`streams`] defines.
+/// Prepares to read from `fd`, for the functions that [`streams`] defines. `None`: the kernel has to read.
 fn reading(fd: c_int, at: At) -> Option<isize> {
     (!before_reading(fd, at)).then_some(-1)
 }
@@ -232,34 +236,34 @@ streams! {
     /// Replaces read(2).
     fn read(fd, to: *mut c_void, len: usize) through NEXT_READ
         = libc::SYS_read, (to, len), reading(fd, At::Position);
-    /// Replaces read(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__read_chk`, which programs compiled with _FORTIFY_SOURCE call for read(2).
     fn __read_chk(fd, to: *mut c_void, len: usize, room: usize) through NEXT_READ_CHK
         = libc::SYS_read, (to, len.min(room)), reading(fd, At::Position);
     /// Replaces pread(2).
     fn pread(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD
         = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
-    /// Replaces pread(2) with large files.
+    /// Replaces pread64, which is pread(2) for large files.
     fn pread64(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD64
         = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
-    /// Replaces pread(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces `__pread_chk`, which programs compiled with _FORTIFY_SOURCE call for pread(2).
     fn __pread_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
-    /// Replaces pread(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces `__pread64_chk`, which programs compiled with _FORTIFY_SOURCE call for pread64.
     fn __pread64_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD64_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
     /// Replaces readv(2).
     fn readv(fd, to: *const c_void, count: c_int) through NEXT_READV
         = libc::SYS_readv, (to, count), reading(fd, At::Position);
-    /// Replaces preadv(2). The kernel takes the offset in two halves.
+    /// Replaces preadv(2). The kernel's system call takes the offset in two halves.
     fn preadv(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV
         = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
-    /// Replaces preadv(2) with large files.
+    /// Replaces preadv64, which is preadv(2) for large files.
     fn preadv64(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV64
         = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
     /// Replaces preadv2(2).
     fn preadv2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV2
         = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
-    /// Replaces preadv2(2) with large files.
+    /// Replaces preadv64v2, which is preadv2(2) for large files.
     fn preadv64v2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV64V2
         = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
     /// Replaces write(2).
@@ -268,7 +272,7 @@ streams! {
     /// Replaces pwrite(2).
     fn pwrite(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE
         = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
-    /// Replaces pwrite(2) with large files.
+    /// Replaces pwrite64, which is pwrite(2) for large files.
     fn pwrite64(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE64
         = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
     /// Replaces writev(2).
@@ -277,13 +281,13 @@ streams! {
     /// Replaces pwritev(2).
     fn pwritev(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV
         = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
-    /// Replaces pwritev(2) with large files.
+    /// Replaces pwritev64, which is pwritev(2) for large files.
     fn pwritev64(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV64
         = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
     /// Replaces pwritev2(2).
     fn pwritev2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV2
         = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
-    /// Replaces pwritev2(2) with large files.
+    /// Replaces pwritev64v2, which is pwritev2(2) for large files.
     fn pwritev64v2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV64V2
         = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
 }
@@ -295,7 +299,7 @@ interpose! {
         unsafe { seek(fd, offset, whence) as i64 }
     }
 
-    /// Replaces lseek(2) with large files.
+    /// Replaces lseek64, which is lseek(2) for large files.
     fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
         // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
         unsafe { seek(fd, offset, whence) as i64 }

@@ -1,6 +1,6 @@
-//! Switches Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`) on and off. The kernel then
-//! sends a thread's system calls to the handler of SIGSYS, except calls that come from one range of addresses.
-//! [`dispatch`](crate::dispatch) has the handler.
+//! Switches Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`) on and off. While it is on,
+//! the kernel sends a thread's system calls to the handler of SIGSYS, except calls that come from one range of
+//! addresses. [`dispatch`](crate::dispatch) has the handler.
 //!
 //! The kernel keeps the setting for each thread. New threads and processes begin without dispatch, and [`arm_thread`]
 //! switches dispatch on before they run the program.
@@ -28,8 +28,8 @@ pub fn let_pass(addresses: Range<usize>) {
     PASSING.get_or_init(|| addresses);
 }
 
-/// Returns the addresses from which calls pass to the kernel. `None`: the program's calls do not arrive at slat, except
-/// for those by name.
+/// Returns the addresses from which calls pass to the kernel. `None`: slat receives only the program's calls of C
+/// library functions.
 pub fn passing() -> Option<&'static Range<usize>> {
     PASSING.get()
 }
@@ -39,9 +39,9 @@ pub fn is_armed() -> bool {
     passing().is_some()
 }
 
-/// Makes the kernel dispatch the calls of this thread, and of the threads and processes that it makes, unless the calls
-/// come from the addresses that [`let_pass`] has stored. Call while the process has one thread. Returns `false` if this
-/// kernel cannot do that.
+/// Makes the kernel dispatch the calls of this thread, except calls from the addresses that [`let_pass`] has stored.
+/// slat then does the same in each thread and process that this thread creates ([`arm_thread`]). Call while the process
+/// has one thread. Returns `false` if this kernel cannot do that.
 pub fn arm() -> bool {
     IS_ARMED.store(true, Ordering::Relaxed);
     let is_armed = arm_thread();
@@ -49,13 +49,13 @@ pub fn arm() -> bool {
     is_armed
 }
 
-/// Makes the kernel dispatch the calls of this thread, if the kernel dispatches the process's calls. Returns whether it
-/// does. Async-signal-safe.
+/// Makes the kernel dispatch this thread's calls, if the kernel dispatches calls in this process. Returns whether the
+/// kernel now dispatches them. Async-signal-safe.
 pub fn arm_thread() -> bool {
     match passing() {
         Some(passing) if IS_ARMED.load(Ordering::Relaxed) => {
             let (start, len) = (passing.start, passing.len());
-            // This call may fail on the first thread only.
+            // If the call succeeds on the first thread, it succeeds on all threads.
             // SAFETY: the call takes no pointer, because there is no selector.
             unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, ON, start, len, 0) }.is_ok()
         }
@@ -63,7 +63,7 @@ pub fn arm_thread() -> bool {
     }
 }
 
-/// Stops the dispatch of this thread's calls: they pass to the kernel.
+/// Stops the dispatch of this thread's calls: all of its calls pass to the kernel.
 pub fn disarm_thread() {
     if IS_ARMED.load(Ordering::Relaxed) {
         // SAFETY: the call takes no pointer.

@@ -1,4 +1,4 @@
-//! The parts of this crate that depend on the processor's architecture. The rest of the crate is neutral.
+//! The parts of this crate that depend on the processor's architecture. The rest of the crate does not depend on it.
 //!
 //! Each architecture has a directory. All directories have the same modules with the same functions, and import
 //! nothing from the rest of the crate. Where assembly calls a function of the rest, the assembly is in a macro, and

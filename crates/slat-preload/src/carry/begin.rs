@@ -1,5 +1,5 @@
-//! The entry point of the library's copy, which runs as a program in another root. The kernel has mapped only the copy.
-//! The code here maps the dynamic linker, and makes the linker find the C library.
+//! The entry point of the library's copy, which runs as a program in another root directory. The kernel maps only the
+//! copy. The code here maps the dynamic linker, and opens the C library for it.
 //!
 //! Until [`finish`] this library is not linked. [`slat_carried`] relocates only the pointers in the library's data that
 //! point to the library itself. Pointers to functions of the C library are not valid, and there are no thread-local
@@ -26,13 +26,13 @@ const SET_BYTES: usize = 8;
 /// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`; Arm's is the same.
 const SA_RESTORER: usize = 0x0400_0000;
 
-/// The earlier action for SIGSYS, as the kernel's `struct sigaction`.
+/// The action for SIGSYS before [`begin`] changed it, as the kernel's `struct sigaction`.
 static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// The signal mask of the process before [`begin`] changed it.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched:
-/// Syscall User Dispatch lets them pass to the kernel.
+/// Makes a system call by an instruction in this library, for the library's start. Syscall User Dispatch does not
+/// dispatch calls made by this library's text.
 fn system_call(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: each caller says what its call changes.
     unsafe { gate::call_own(number, arguments) }
@@ -48,7 +48,7 @@ macro_rules! call {
     }};
 }
 
-/// Ends the process. No part of slat is ready that could print a longer message.
+/// Ends the process. Until slat has started, it cannot print a longer message.
 fn fail(why: &'static str) -> ! {
     call!(
         libc::SYS_write,
@@ -61,10 +61,10 @@ fn fail(why: &'static str) -> ! {
     }
 }
 
-/// Reads a value at any address.
+/// Reads a value at `address`.
 ///
 /// # Safety
-/// - The memory is mapped and holds such a value.
+/// - The memory at `address` is mapped and holds a `T`.
 unsafe fn get<T: Copy>(address: usize) -> T {
     // SAFETY: the memory is mapped and holds a `T`, as this function's contract requires. ELF aligns its fields.
     unsafe { (address as *const T).read_volatile() }
@@ -132,14 +132,14 @@ impl Header {
         usize::from(unsafe { get::<u16>(file + 56) })
     }
 
-    /// Whether the segment is loaded, and has all of `flags`.
+    /// Whether the segment is loaded (`PT_LOAD`), and has all of `flags`.
     fn is_loaded_with(self, flags: u32) -> bool {
         // SAFETY: the address is that of a program header.
         unsafe { get::<u32>(self.0) == libc::PT_LOAD && get::<u32>(self.0 + 4) & flags == flags }
     }
 
-    /// Returns one of the header's 64-bit words, by index: offset, address, physical address, length in the
-    /// file, length in memory.
+    /// Returns one of the header's 64-bit words. The words are, by `index`: offset, address, physical address, length
+    /// in the file, length in memory.
     fn word(self, index: usize) -> usize {
         // SAFETY: the address is that of a program header.
         unsafe { get(self.0 + 8 + 8 * index) }
@@ -161,8 +161,8 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
 /// # Safety
 /// - The file is a dynamic linker.
 unsafe fn place(fd: c_int, file: usize, page: usize) -> usize {
-    // SAFETY: the file is a dynamic linker, as this function's contract requires, so its headers are valid. All
-    // mappings are new.
+    // SAFETY: the file is a dynamic linker, as this function's contract requires, so its headers are valid. No mapping
+    // replaces another.
     unsafe {
         let mut high = 0;
         let mut index = 0;
@@ -257,8 +257,8 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         let at = place(linker.fd.load(Ordering::Relaxed), file, page);
         (at, at + get::<usize>(file + 24))
     };
-    // The two files are not opened again. Closing them leaves descriptors for the dynamic linker, as the process may
-    // have few.
+    // The library and the dynamic linker are not opened again. Closing their two descriptors leaves descriptors for the
+    // dynamic linker, because the process may be allowed only a few.
     let own = FILES[LIBRARY].fd.swap(-1, Ordering::Relaxed);
     call!(libc::SYS_close, own);
     call!(libc::SYS_close, linker.fd.swap(-1, Ordering::Relaxed));
@@ -354,7 +354,8 @@ unsafe fn memfd_of(path: usize) -> c_int {
     }
 }
 
-/// Serves a call of the dynamic linker, or of the C library while it starts. The kernel calls this for SIGSYS.
+/// Serves a system call of the dynamic linker, or of the C library while the library starts. The kernel calls this
+/// function for SIGSYS.
 unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Frame) {
     // SAFETY: `context` is the kernel's structure. The path belongs to the linker and ends with 0.
     unsafe {
@@ -364,7 +365,8 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Fr
             _ => 0,
         };
         let fd = if path != 0 { memfd_of(path) } else { -1 };
-        // The linker finds no other files. The other root's settings for dynamic linking are for other libraries.
+        // The linker must not find any other file: the settings for dynamic linking in the other root are for that
+        // root's libraries.
         let answer = match path {
             0 => system_call(number, arguments),
             _ if fd < 0 => -(libc::ENOENT as isize),
@@ -374,7 +376,7 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Fr
     }
 }
 
-/// Ends the dispatch of the dynamic linker's calls, which [`begin`] has begun. Returns the library's entry point.
+/// Ends the dispatch of the dynamic linker's calls, which [`begin`] has switched on. Returns the library's entry point.
 ///
 /// # Safety
 /// The conditions are those of [`begin`].
@@ -406,8 +408,8 @@ unsafe extern "C" fn end(sp: usize) -> usize {
     entry
 }
 
-/// The dynamic linker jumps to this function when it has linked this library. Then this library starts like any
-/// library whose dynamic linker the kernel has found.
+/// The function to which the dynamic linker jumps after it has linked this library. From then on, this library starts
+/// as if the kernel had found the dynamic linker.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
     finish!(end)

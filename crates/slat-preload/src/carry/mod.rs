@@ -1,7 +1,8 @@
-//! Copies of slat's own files, for programs that are executed in another root, where these files cannot be seen.
+//! Copies of slat's own files, for programs that are executed in another root directory, in which these files do not
+//! exist.
 //!
 //! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library, nor the dynamic linker
-//! and the C library that this library needs. Before that, the jailer closes all descriptors and clears the
+//! and the C library that this library needs. Before the execution, the jailer closes all descriptors and clears the
 //! environment. So slat maps the files before the root changes ([`keep`]): a mapping holds a file as long as the
 //! process and its forked children live, even after the file is unmounted or closed. When a program is executed, slat
 //! writes the files to memfds ([`make`]), which execveat(2) can execute without a path. slat reads its process's
@@ -56,12 +57,12 @@ const fn name(path: &CStr) -> [u8; 24] {
     name
 }
 
-/// A file that slat's own process needs. The library's copy has the descriptors of the other files in its data
-/// ([`FILES`]).
+/// A file that slat keeps for its copies. In a copy of the library, the data ([`FILES`]) holds the descriptors of the
+/// other files.
 #[repr(C)]
 #[derive(Debug)]
 struct KeptFile {
-    /// The descriptor of the file's memfd, in a program that has just begun; otherwise -1.
+    /// The descriptor of the file's memfd, in a program that has just been started from a copy; otherwise -1.
     fd: AtomicI32,
     /// The address at which the file is mapped; 0 if it is not.
     start: AtomicUsize,
@@ -98,21 +99,23 @@ impl KeptFile {
     }
 }
 
-/// The descriptor of `/proc` that was passed to the library's copy. The initial value is not 0, so that the library's
-/// file contains the variable.
+/// The descriptor of `/proc` that was passed to the library's copy. The initial value is not 0, so that the variable is
+/// in the library's file, where slat changes it.
 static PROC: AtomicI32 = AtomicI32::new(-1);
 
-/// The files. The initial values are not 0, so that the library's file contains the variable.
+/// The kept files, by index. The initial values are not 0, so that the variable is in the library's file, where slat
+/// changes it.
 static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 
-/// The paths by which the dynamic linker has loaded the files: its own strings, or null.
+/// The paths from which the dynamic linker has loaded the files, as pointers to the dynamic linker's strings, or null.
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
 
-/// The entry point of this library as a program: its offset from [`base`]. In the library's file the value is
-/// [`IN_HEADER`]. In the copy, which begins elsewhere, the value is the entry point of the original file.
+/// The entry point of this library as a program, as an offset from [`base`]. In the library's file, the variable holds
+/// [`IN_HEADER`]. In a copy, whose ELF header has another entry point, the variable holds the entry point of the
+/// original file.
 static ENTRY: AtomicUsize = AtomicUsize::new(IN_HEADER);
-/// The value of [`ENTRY`] that means: the entry point is the one in the ELF header.
+/// The value of [`ENTRY`] that stands for the entry point in the ELF header.
 const IN_HEADER: usize = usize::MAX;
 /// Offset of the entry point in an ELF header.
 const ENTRY_POINT: usize = 24;
@@ -146,7 +149,7 @@ pub fn is_program() -> bool {
     (base()..base() + PAGE).contains(&headers)
 }
 
-/// Determines the paths of the libraries that this library needs. Call at the program's start. Makes no system call.
+/// Determines the paths of the libraries that this library needs. Call when the program starts. Makes no system call.
 pub fn prepare() {
     unsafe extern "C" fn each(
         info: *mut libc::dl_phdr_info,
@@ -170,13 +173,13 @@ pub fn prepare() {
     unsafe { libc::dl_iterate_phdr(Some(each), std::ptr::null_mut()) };
 }
 
-/// Whether the files are kept, because this process may have another root than the files.
+/// Whether slat has kept the files, because this process may change its root directory.
 pub fn is_kept() -> bool {
     FILES[LIBRARY].start.load(Ordering::Acquire) != 0
 }
 
-/// Takes over the descriptors that were passed to this program. Call at the start of a program that
-/// [`begin`] has begun.
+/// Takes over the descriptor of `/proc` that was passed to this program. Call when a program starts that [`begin`] has
+/// begun.
 pub fn take_directory() {
     let fd = PROC.load(Ordering::Relaxed);
     if fd != -1 {
@@ -184,7 +187,8 @@ pub fn take_directory() {
     }
 }
 
-/// Keeps the files. `library` is the path of this library's file. Call before the root changes. Async-signal-safe.
+/// Maps slat's files, to keep them. `library` is the path of this library's file. Call before the root directory
+/// changes. Async-signal-safe.
 pub fn keep(library: &CStr) {
     procfs::keep_directory();
     if is_kept() || !is_possible() {
@@ -192,12 +196,13 @@ pub fn keep(library: &CStr) {
     }
     for (file, path) in FILES.iter().zip(&PATHS).skip(LINKER) {
         let path = path.load(Ordering::Relaxed);
-        // SAFETY: the linker's string ends with 0, and lives as long as the object. This library needs the object.
+        // SAFETY: the string belongs to the dynamic linker, ends with 0, and lives as long as the object. This library
+        // needs the object.
         if !path.is_null() && file.keep(unsafe { CStr::from_ptr(path) }).is_none() {
             return;
         }
     }
-    // This library's file is kept last, because [`is_kept`] takes this file as the sign that all files are kept.
+    // This library's file is kept last, because [`is_kept`] checks only this file.
     FILES[LIBRARY].keep(library);
 }
 
@@ -212,8 +217,8 @@ impl Memfds {
     }
 }
 
-/// Makes memfds of the files. The descriptors stay open over exec; [`begin`] closes them. `None`: the files are not
-/// kept, or memory, descriptors or the limit of file sizes do not suffice. Async-signal-safe.
+/// Makes memfds of the kept files. The descriptors stay open over exec; [`begin`] closes them. `None`: the files are
+/// not kept, or memory, descriptors or the limit of file sizes do not suffice. Async-signal-safe.
 pub fn make() -> Option<Memfds> {
     if !is_kept() {
         return None;
@@ -232,7 +237,7 @@ pub fn make() -> Option<Memfds> {
     Some(made)
 }
 
-/// Makes a memfd of `len` bytes at `start`.
+/// Makes a memfd with a copy of the `len` bytes at `start`.
 fn copy(start: usize, len: usize) -> Option<Opened> {
     let memfd = Opened::memfd(c"slat", Opened::EXECUTED)?;
     // SAFETY: the file is mapped in this process.

@@ -1,5 +1,5 @@
-//! Finds the program that runs in the end when a file is executed, perhaps through the interpreters of scripts. Also
-//! determines how slat reaches that program.
+//! Finds the program that runs when a file is executed. If the file is a script, that is its interpreter, which may be
+//! a script, too. Also determines how slat reaches that program.
 
 use crate::elf::Headers;
 use crate::real::{Opened, kernel};
@@ -12,12 +12,12 @@ pub enum Reach {
     Preloaded,
     /// This library loads the program.
     Loaded,
-    /// slat does not reach the program: it is a 32-bit program, gains rights, or is no program at all. The environment
-    /// does not change.
+    /// slat does not reach the program: the file is a 32-bit program, gains rights (setuid), or is no program at all.
+    /// slat then leaves the environment unchanged.
     Not,
 }
 
-/// The first line of a script: its interpreter and one word, each followed by a NUL.
+/// The first line of a script: the interpreter and one optional word, each followed by a NUL.
 #[derive(Clone, Copy)]
 struct Line {
     bytes: [u8; Self::LEN],
@@ -79,8 +79,8 @@ impl Line {
     }
 }
 
-/// Whether the process may gain rights by executing a file. The process gains the rights only if the kernel executes
-/// the file itself.
+/// Whether a process gains rights by executing `file`. It does so only if the kernel executes `file` itself, not if
+/// slat loads `file`.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -100,7 +100,7 @@ fn reach(file: &Opened) -> Reach {
     }
     let mut name = [0; libc::PATH_MAX as usize];
     let is_loaded = match headers.interpreter(file, &mut name) {
-        // A program of musl cannot load this library, which needs glibc.
+        // A program linked with musl cannot load this library, which needs glibc.
         Some(interpreter) => {
             let mut parts = interpreter.to_bytes().rsplit(|byte| *byte == b'/');
             parts
@@ -115,7 +115,7 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
-/// The result of following a file: the program that runs in the end, and the scripts on the path to that program.
+/// The result of following a file: how slat reaches the program that runs, and the scripts that lead to that program.
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,
@@ -124,10 +124,11 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The greatest number of scripts that the kernel follows (`fs/exec.c`).
+    /// The maximum number of scripts that the kernel follows (`fs/exec.c`).
     pub const LONGEST: usize = 5;
 
-    /// Follows the chain that begins with a file. `None`: a file cannot be opened or executed.
+    /// Follows the scripts and interpreters that begin with the file `program`. `None`: a file cannot be opened or
+    /// executed.
     pub fn from(program: &CStr) -> Option<Self> {
         const NONE: Line = Line {
             bytes: [0; Line::LEN],
@@ -153,7 +154,7 @@ impl Chain {
         }
     }
 
-    /// Whether there are scripts in the chain.
+    /// Whether the executed file is a script.
     pub fn has_scripts(&self) -> bool {
         self.len > 0
     }
@@ -162,13 +163,13 @@ impl Chain {
         &self.lines[..self.len]
     }
 
-    /// Returns the program that runs in the end. `given` is the file that is executed.
+    /// Returns the program that runs. `given` is the file that is executed.
     pub fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
         self.lines().last().map_or(given, Line::interpreter)
     }
 
     /// Returns the words that replace the first argument if the executed file, at `path`, is a script. As in the
-    /// kernel, these are each interpreter, its word, and in the end the script's path.
+    /// kernel, these are each interpreter with its optional word, and then the script's path.
     pub fn words(&self, path: *const c_char) -> impl Iterator<Item = *const c_char> {
         let each = self.lines().iter().rev();
         let words = each.flat_map(|line| [Some(line.interpreter().as_ptr()), line.word()]);

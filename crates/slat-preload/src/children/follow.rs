@@ -43,8 +43,8 @@ pub enum Executed {
     Nothing,
 }
 
-/// Whether a file can be executed by its path. The path of this library does not exist if the program has another root,
-/// or sees only part of the file system.
+/// Whether a file exists at its path. In a process with another root directory, or with only part of the file system,
+/// this library's path does not exist.
 fn is_there(file: &CStr) -> bool {
     // SAFETY: the path ends with 0.
     let found = unsafe {
@@ -59,7 +59,7 @@ fn is_there(file: &CStr) -> bool {
 }
 
 /// Whether slat refuses to start a program that slat cannot follow. slat refuses a program that contains the text
-/// `/dev/kvm`, and prints one line: without slat such a program would find the machine's own KVM or none. Other
+/// `/dev/kvm`, because without slat it would use the machine's own KVM or find none; slat then prints one line. Other
 /// programs run without slat. `lacks_proc` says that slat cannot follow the program because `/proc` is missing.
 fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
@@ -99,7 +99,7 @@ fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     true
 }
 
-/// Returns the number of words before the null, if all of them are readable strings; otherwise `None`.
+/// Returns the number of words before the null. `None`: a word cannot be read.
 pub fn count(words: Words) -> Option<usize> {
     let mut readable = None;
     let mut count = 0;
@@ -113,7 +113,7 @@ pub fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words with which a program is started: memory of the caller, or a new mapping if the caller's memory
+/// Memory for the words with which a program is started: memory on the caller's stack, or a new mapping if that memory
 /// does not suffice. A mapping that a child of `vfork` makes remains in the parent.
 struct Scratch {
     start: *mut u8,
@@ -122,7 +122,7 @@ struct Scratch {
     is_mapped: bool,
 }
 
-/// Memory that suffices for the words of nearly all programs.
+/// A buffer that suffices for the words of nearly all programs.
 type Room = [usize; 1024];
 
 impl Scratch {
@@ -249,7 +249,7 @@ pub unsafe fn follow<T>(
     let preload = (0..variables).find_map(|index| value(PRELOAD, index));
     let has_library = preload.is_some_and(|value| {
         let mut names = value.split(|byte| matches!(byte, b':' | b' '));
-        // A library of another version of slat serves as well as this library.
+        // A library of another version of slat serves as well, so this library is not added.
         names.any(|name| {
             let file = name.rsplit(|byte| *byte == b'/').next();
             file.is_some_and(|file| file.starts_with(b"libslat_preload"))
@@ -298,7 +298,7 @@ pub unsafe fn follow<T>(
     // SAFETY: `count` has read the words.
     let rest = (1..words).map(|index| unsafe { *arguments.add(index) });
     let arguments = match (chain.has_scripts(), words) {
-        // If a program is started without a name, the kernel gives it an empty one.
+        // The kernel gives an empty name to a program that is started without a name.
         (false, 0) => scratch.list([c"".as_ptr()].into_iter()),
         (false, _) => arguments,
         _ => scratch.list(chain.words(path).chain(rest)),

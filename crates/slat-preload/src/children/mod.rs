@@ -1,5 +1,5 @@
-//! The programs that the program executes. slat follows all of them. A program that loads libraries gets this library
-//! by LD_PRELOAD. In place of a program that loads no libraries, slat starts this library as a program
+//! The programs that the client program executes. slat runs in all of them, too. A program that loads libraries gets
+//! this library by LD_PRELOAD. In place of a program that loads no libraries, slat starts this library as a program
 //! ([`load`](crate::load)).
 //!
 //! | file | idea |
@@ -35,23 +35,24 @@ unsafe extern "C" {
 /// The path of this library's file.
 static LIBRARY: OnceLock<CString> = OnceLock::new();
 
-/// Sets the path of this library's file, if the dynamic linker does not know it.
+/// Sets the path of this library's file. Call if the dynamic linker does not know the path.
 pub fn set_library(file: &CStr) {
     let _ = LIBRARY.set(file.to_owned());
 }
 
-/// Keeps this library's file, and the files that it needs, for programs in another root. Call before the root changes.
-/// Async-signal-safe.
+/// Maps this library's file and the files that the library needs, to keep them for programs in another root directory.
+/// Call before the root directory changes. Async-signal-safe.
 pub fn keep_files() {
     if let Some(library) = LIBRARY.get() {
         carry::keep(library);
     }
 }
 
-/// Finds this library's file. Call at the program's start.
+/// Determines the path of this library's file. Call when the program starts.
 pub fn prepare() {
     carry::prepare();
-    // If this library was started as a program, the dynamic linker reports its first argument as its name.
+    // If this library was started as a program, the dynamic linker reports the program's first argument instead of the
+    // library's path.
     if !carry::is_program()
         && let Some(object) = looked_up::object_of(prepare as *const _)
         && !object.dli_fname.is_null()
@@ -116,7 +117,7 @@ static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 /// Implements execve.
 ///
 /// # Safety
-/// The conditions are those of the system call.
+/// The conditions are those of execve(2).
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
     let start = |executed, arguments, environment| {
         // SAFETY: `follow` has derived these arguments from arguments that are valid for execve(2), as this function's
@@ -130,7 +131,7 @@ pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words)
 /// Makes the kernel execute a file.
 ///
 /// # Safety
-/// The conditions are those of execve.
+/// The conditions are those of execve(2).
 unsafe fn replace_program(
     executed: Executed,
     arguments: Words,
@@ -185,8 +186,8 @@ fn path_at(
     if Opened::new(name, libc::O_PATH).is_some() {
         return Some(buffer.as_ptr().cast());
     }
-    // The file has no name, as a memfd has none, so it is reached by its descriptor. If this library loads the
-    // program, the descriptor must be open in this library's process, too.
+    // The file has no path (a memfd has none), so it is executed by its descriptor. If this library loads the program,
+    // the descriptor must be open in this library's process, too.
     let link = match Chain::from(link.as_c_str())?.reach {
         // SAFETY: the call duplicates a descriptor of the program.
         Reach::Loaded => DescriptorPath::new(
@@ -202,7 +203,7 @@ fn path_at(
 /// Implements execveat.
 ///
 /// # Safety
-/// The conditions are those of the system call.
+/// The conditions are those of execveat(2).
 pub unsafe fn execute_at(
     directory: c_int,
     path: *const c_char,
@@ -239,14 +240,14 @@ pub unsafe fn execute_at(
     answer as c_int
 }
 
-/// Implements execvpe. If slat need not change the call, the C library's function makes it: that function also handles
-/// files that are no programs.
+/// Implements execvpe. If slat need not change the call, the C library's function makes the call, because that function
+/// also runs scripts without a first line `#!`.
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
         let changed = |executed, words, variables| {
             let is_path = matches!(executed, Executed::Path(runs) if std::ptr::eq(runs, path));
-            // If nothing has changed, the C library makes the call.
+            // If path and environment are unchanged, the C library makes the call.
             if !is_path || !std::ptr::eq(variables, environment) {
                 // SAFETY: `follow` has derived these arguments from the caller's. The call returns
                 // only if it has failed.
@@ -333,15 +334,15 @@ interpose! {
         environment: Words,
     ) -> c_int {
         let mut buffer = [0; libc::PATH_MAX as usize];
-        // The C library reports that a program is not in PATH.
+        // If the program is not in PATH, the C library's function reports that.
         let path = find(name, &mut buffer).unwrap_or(name);
         // SAFETY: the arguments are valid for posix_spawnp(3), as this function's contract requires.
         unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }
     }
 }
 
-/// Defines a function that takes a path and any number of words up to a null. The function calls `$inner` with the path
-/// and the array of the words.
+/// Defines a function that takes a path and any number of words, up to a null. The function calls `$inner` with the
+/// path and an array of the words.
 macro_rules! listed {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*
@@ -416,7 +417,7 @@ unsafe fn spawn(
             environment,
             true,
             |executed, arguments, environment| {
-                // The child of `posix_spawn` can execute only a path.
+                // posix_spawn can execute only a path, not a descriptor.
                 let link;
                 let path = match executed {
                     Executed::Path(path) => path,
@@ -432,7 +433,7 @@ unsafe fn spawn(
     }
 }
 
-/// Returns the result of a function that this C library does not have.
+/// The result if this C library lacks the function.
 fn missing() -> c_int {
     crate::real::set_errno(libc::ENOSYS);
     -1

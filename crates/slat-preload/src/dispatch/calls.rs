@@ -1,5 +1,6 @@
-//! Serves the system calls that concern the calling thread, its signals or its memory. The kernel would change some
-//! state for such a call. Here that state is in the frame, or slat keeps it. All other calls go to [`others`].
+//! Serves the system calls that concern the calling thread, its signals or its memory. The kernel would change the
+//! thread's state for such a call. While slat serves a call, that state is in the frame, or slat keeps it. All other
+//! calls go to [`others`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
@@ -17,17 +18,17 @@ use std::ffi::c_char;
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
 
-/// Reads a word of the program's memory.
+/// Reads a `T` at an address in the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
     // SAFETY: the load is guarded: the handlers are installed together with the dispatch. The kernel would read this
-    // address of the program, too.
+    // address for the program, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
-/// Writes a word of the program's memory.
+/// Writes a `T` to an address in the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
     // SAFETY: the store is guarded: the handlers are installed together with the dispatch. The kernel would write to
-    // this address of the program, too.
+    // this address for the program, too.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
@@ -56,8 +57,8 @@ pub fn answer(frame: &mut Frame, made: &Made) -> isize {
     let [a, b, c, d, ..] = newer_arguments;
     match newer {
         libc::SYS_rt_sigreturn => {
-            // SAFETY: by this call the program says that its handler has ended. The handler's frame is where the
-            // kernel expects it.
+            // SAFETY: by this call the program says that its handler has ended. The handler's frame is at the stack
+            // pointer, as the kernel expects.
             unsafe { frame::return_from_handler(frame) }
         }
         libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
@@ -91,8 +92,8 @@ pub fn answer(frame: &mut Frame, made: &Made) -> isize {
             ));
             error(libc::EINVAL)
         }
-        // A detached thread of musl unmaps its own stack before it ends. So after this call there is no stack for a
-        // signal.
+        // A detached thread of musl unmaps its own stack before it ends. So after this call, the thread has no stack
+        // for a signal handler.
         libc::SYS_munmap if loaded::is_loaded() && frame.sp().wrapping_sub(a) < b => {
             match others::make(number, arguments) {
                 0 => threads::exit(0),
@@ -110,14 +111,14 @@ pub fn answer(frame: &mut Frame, made: &Made) -> isize {
     }
 }
 
-/// Makes a call that concerns only the kernel.
+/// Passes a call that slat need not serve to the kernel.
 fn pass(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the program has made this call, and the call is passed on unchanged.
     unsafe { raw(number, arguments) }
 }
 
-/// Serves the calls by which a C library sets up a thread and its memory, in a program that has another C library than
-/// slat's.
+/// Serves the calls by which the loaded program's own C library sets up a thread and its memory. Returns `None` for
+/// other calls.
 fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     let store = |to: usize, value: u64| write(to, value).map_or_else(|e| e, |()| 0);
     let refuse = |why: &str| {
@@ -163,8 +164,8 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     })
 }
 
-/// Installs the seccomp filter at the address `program`, changed so that slat's own calls pass. Calls `install` with
-/// the address of the changed filter.
+/// Installs the seccomp filter at the address `program`, after a change that lets slat's own calls pass. Calls
+/// `install` with the address of the changed filter.
 fn confine(program: usize, on_all: bool, install: impl FnOnce(usize) -> isize) -> isize {
     let Some(passing) = passing() else {
         return error(libc::EINVAL);
@@ -263,7 +264,7 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
 }
 
 /// Implements sigaltstack. The kernel cannot serve the call, because it would see slat's stack pointer. The program's
-/// stack pointer is in the frame. The frame also has the alternate stack that the return to the program sets again.
+/// stack pointer is in the frame. The frame also has the alternate stack, which the return to the program restores.
 fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     const AUTODISARM: i32 = 1 << 31;
     let before = frame.alternate;
@@ -281,7 +282,8 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
-        // The frame has the alternate stack as the program has set it. The stack's state is computed here.
+        // The frame has the alternate stack as the program has set it. The call also returns whether that stack is in
+        // use.
         let state = match (before.ss_size, is_used) {
             (0, _) => libc::SS_DISABLE,
             (_, true) => libc::SS_ONSTACK,
@@ -302,8 +304,8 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     0
 }
 
-/// Makes a call that sets a signal mask while it waits. The argument with index `set` points to the mask; the argument
-/// with index `bytes` is the mask's size.
+/// Makes a call that sets a signal mask while the call waits. The argument at index `set` points to the mask; the
+/// argument at index `bytes` is the mask's size.
 fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -> isize {
     let mask;
     if arguments[set] != 0 && arguments[bytes] == SET_BYTES {

@@ -8,16 +8,16 @@ use crate::real::kernel;
 use slat_guard::change_mask;
 use slat_process::stack;
 
-/// The function to which a rewritten site leads.
+/// The function to which the stubs of rewritten sites jump.
 ///
 /// # Safety
-/// - The site's stub jumps here, on a thread of a program whose calls arrive at slat.
+/// - Only a site's stub jumps here, on a thread of a program whose calls arrive at slat.
 #[unsafe(naked)]
 pub unsafe extern "C" fn entry() {
     from_site!(serve)
 }
 
-/// Serves the call. Returns the kernel's result.
+/// Serves the system call whose registers are `saved`. Returns the kernel's result.
 unsafe extern "C-unwind" fn serve(saved: &mut Saved) -> isize {
     let before = slat_process::errno();
     let made = saved.made();
@@ -35,8 +35,8 @@ unsafe extern "C-unwind" fn serve(saved: &mut Saved) -> isize {
     answer
 }
 
-/// Adds to a frame what the kernel would have saved: the signal mask, unless signals `are_blocked`, and the alternate
-/// stack. Blocks all signals.
+/// Completes a frame with the state that the kernel would have saved: the alternate stack and, unless signals
+/// `are_blocked`, the signal mask. Blocks all signals.
 fn complete(frame: &mut Frame, are_blocked: bool) {
     if !are_blocked {
         frame.mask = change_mask(libc::SIG_BLOCK, u64::MAX);

@@ -1,14 +1,14 @@
-//! The seccomp filters of a program that has another C library than slat's.
+//! The seccomp filters of a loaded program, which has a C library other than slat's.
 //!
 //! slat's own system calls, and the program's calls that slat passes on, come from one range of addresses. slat puts a
-//! few instructions before each filter, which allow every call from this range. So slat works even if the program's
-//! filter forbids the calls that slat needs. Before slat serves a call of the program, the code here judges the call by
-//! the program's filter, with the address at which the program has made the call. If the filter does not simply allow
-//! the call, slat makes the call outside the range. Then the kernel itself carries out the filter's action: it returns
-//! an error, sends a signal, or ends the process.
+//! few instructions at the beginning of each filter, which allow every call from this range. So slat works even if the
+//! program's filter forbids the calls that slat needs. Before slat serves a call of the program, this module runs the
+//! program's filters on the call, with the address at which the program has made the call. If a filter does not simply
+//! allow the call, slat makes the call from an address outside the range. Then the kernel itself carries out the
+//! filter's action: it returns an error, sends a signal, or ends the process.
 //!
-//! In a program that loads libraries, the range also contains the program's C library. There slat does not change
-//! filters, and `slat_kvm::filters` finds out which calls the filters forbid.
+//! In a program that loads libraries, the range also contains the program's C library. In such a program slat does not
+//! change filters, and `slat_kvm::filters` finds out which calls the filters forbid.
 
 use crate::real::error;
 use crate::seccomp::{prefixed, read_filter};
@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A filter, and the filters that were installed before it.
+/// A filter, with a pointer to the filter that was installed before it.
 struct Filter {
     program: Vec<sock_filter>,
     before: *const Filter,
@@ -36,7 +36,7 @@ thread_local! {
 /// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
 static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 
-/// The filters of a thread. The threads that it makes inherit them.
+/// The filters of a thread. The threads that this thread makes inherit the filters.
 #[derive(Clone, Copy, Debug)]
 pub struct Inherited(*const Filter);
 
@@ -50,12 +50,12 @@ pub fn of_this_thread() -> Inherited {
     Inherited(OF_THREAD.get())
 }
 
-/// Gives this thread the filters of the thread that made it.
+/// Gives this thread the filters of the thread that created it.
 pub fn inherit(Inherited(filters): Inherited) {
     OF_THREAD.set(filters);
 }
 
-/// Whether this thread's filters let a call pass.
+/// Whether all of this thread's filters allow a call.
 fn let_pass(call: &Made) -> bool {
     let each = [OF_THREAD.get(), OF_ALL.load(Ordering::Acquire)];
     each.into_iter().all(|mut next| {
@@ -70,14 +70,15 @@ fn let_pass(call: &Made) -> bool {
     })
 }
 
-/// If this thread's filters do not allow a call, makes the call at an address where the filters judge it. `None`: they
-/// allow the call.
+/// If this thread's filters do not allow a call, makes the call at an address at which the filters apply, and returns
+/// the result. `None`: the filters allow the call.
 pub fn judged(call: &Made) -> Option<isize> {
     if let_pass(call) {
         return None;
     }
     disarm_thread();
-    // SAFETY: the call is the program's own. If the filter sends a signal, the signal ends the program or is handled.
+    // SAFETY: the call is the program's own. If the filter sends a signal, the signal ends the program, or a handler of
+    // the program runs.
     let answer = unsafe { gate::call_own(call.number, call.arguments) };
     arm_thread();
     Some(answer)

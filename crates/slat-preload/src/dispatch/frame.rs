@@ -1,13 +1,13 @@
 //! The frame of a dispatched system call: the state of the program, which the kernel saves when it sends SIGSYS.
 //!
 //! The kernel writes the frame to the stack on which it calls the handler: the program's stack or its alternate stack.
-//! That stack may have only a kilobyte, like a goroutine's, or may be reused by the next signal. So the handler first
-//! copies the frame to a stack of slat's own ([`place`]), unless the frame is already there. The call is served on
-//! slat's stack, and the kernel returns to the state in the copy ([`resume`]).
+//! That stack may be as small as a goroutine's, or the next signal may overwrite it. So the handler first copies the
+//! frame to a stack of slat's own ([`place`]), unless the frame is already there. The call is served on slat's stack,
+//! and the kernel returns to the state in the copy ([`resume`]).
 //!
 //! All signals are blocked until slat begins to serve the call. Signals of the program may arrive later, while slat
 //! serves the call, for example a `read` that waits. The handlers of these signals make calls of their own. Such calls
-//! are served below the first call: [`stack`] knows at which address.
+//! are served on the same stack, below the first call, at an address that [`stack`] determines.
 
 use super::serve;
 pub use crate::arch::frame::Frame;
@@ -23,7 +23,7 @@ impl Frame {
         self.is_on_alternate(self.sp())
     }
 
-    /// Returns the part of the alternate stack below the stack pointer at the call. That part is free.
+    /// Returns the free part of the alternate stack: the part below the stack pointer at the call.
     pub fn free_alternate(&self) -> libc::stack_t {
         let free = self.sp() - stack::RED_ZONE - self.alternate.ss_sp as usize;
         libc::stack_t {
@@ -105,28 +105,28 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
-/// The address of the C library's call of rt_sigreturn(2). [`entry`] makes this address the return address of
-/// `serve`, which does not return. Unwinders treat the frame above such an address as the kernel's signal frame, and
-/// continue with the interrupted code. So a thread that is cancelled in `serve` unwinds into the program. One word,
-/// which means the same by itself: it needs no order, and [`entry`] reads it by a plain load.
+/// The address of the C library's instructions that call rt_sigreturn(2). [`entry`] makes this address the return
+/// address of `serve`, which does not return. Unwinders treat the frame above such an address as the kernel's signal
+/// frame, and continue with the interrupted code. So a thread that is cancelled in `serve` unwinds into the program. No
+/// memory order is needed, because no other data depends on this value; [`entry`] reads it by a plain load.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
-/// Call before the first [`entry`].
+/// Sets the address of the C library's rt_sigreturn(2) call. Call before the first [`entry`].
 pub fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Relaxed);
 }
 
 /// The handler that the kernel calls for SIGSYS. Serves a dispatched call of the program, and passes a call of slat
-/// itself.
+/// itself to the kernel.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     dispatched!(crate::signals::entry, runs_slat, place, RESTORER, serve)
 }
 
-/// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
+/// Whether this thread is in slat's code, if slat and the program share one thread pointer. Runs in the handler.
 unsafe extern "C" fn runs_slat() -> bool {
-    // If slat loads the program, this function is called only before the program begins, while all code is slat's.
-    // Afterwards the program has its own thread pointer.
+    // If slat loads the program, this function is called only before the program begins, so all code is slat's. Later,
+    // the program has its own thread pointer.
     Section::is_entered() || crate::loaded::is_loaded()
 }
 
@@ -139,8 +139,8 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     unsafe {
         if (*frame).comes_from_alternate() {
             // The call came from the alternate stack. The call may have interrupted an earlier call, whose frame is at
-            // a higher address on slat's stack. Once no signal can arrive before the return, the memory below the
-            // earlier call becomes free.
+            // a higher address on slat's stack. The memory below that frame becomes free, so no signal may arrive
+            // before the return.
             super::block_all();
             stack::set_used_to((*frame).link);
         }
@@ -148,15 +148,15 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     }
 }
 
-/// Implements rt_sigreturn(2) for a handler that has called it itself.
+/// Implements rt_sigreturn(2), which a handler of the program calls itself.
 ///
 /// # Safety
 /// - `call` is the frame of a handler's call of rt_sigreturn(2), with the handler's stack pointer. The caller has no
 ///   value that has to be dropped.
 pub unsafe fn return_from_handler(call: &Frame) -> ! {
     let frame = call.of_handler();
-    // SAFETY: the stack pointer in `call` leads to the kernel's frame of the handler, as this function's own contract
-    // asks.
+    // SAFETY: the stack pointer in `call` leads to the kernel's frame of the handler, as this function's contract
+    // requires.
     unsafe {
         (*frame).mask = slat_guard::blockable((*frame).mask);
         return_to(frame)

@@ -1,5 +1,5 @@
-//! The threads that the C library makes, in a program that has loaded it, and the stacks on which their calls are
-//! served.
+//! The threads that the C library creates in a program that is linked with that C library, and the stacks on which slat
+//! serves these threads' calls.
 
 use crate::files::interpose_with_callers_floats;
 use crate::guarded::guarded;
@@ -13,13 +13,13 @@ use std::mem::transmute;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
-/// The size of the stack on which a thread's calls are served: the same as the standard library gives a thread.
+/// The size of the stack on which a thread's calls are served. The standard library gives its threads the same size.
 pub const STACK: usize = 2 << 20;
 
 /// The key whose destructor unmaps a thread's stack.
 static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
 
-/// Unmaps the stack of a thread that ends. The thread's further calls pass to the kernel.
+/// Unmaps the stack of a thread that ends. The kernel serves the thread's further calls.
 unsafe extern "C" fn drop_stack(low: *mut c_void) {
     disarm_thread();
     stack::set(0, 0);
@@ -28,7 +28,7 @@ unsafe extern "C" fn drop_stack(low: *mut c_void) {
     let _ = unsafe { kernel!(libc::SYS_munmap, low, STACK) };
 }
 
-/// Makes sure that stacks made by [`make_stack`] are unmapped. Call at the program's start.
+/// Registers the destructor that unmaps the stacks made by [`make_stack`]. Call when the program starts.
 pub fn prepare() {
     KEY.get_or_init(|| {
         let mut key = 0;
@@ -52,7 +52,7 @@ pub fn make_stack() {
         }
         unreachable!("the process has ended");
     };
-    // SAFETY: nothing uses the lowest page yet. The stack must not grow into that page.
+    // SAFETY: nothing uses the lowest page yet. The page becomes the guard page.
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, page_size(), libc::PROT_NONE) };
     stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
@@ -77,7 +77,7 @@ struct Routine<T> {
     argument: *mut c_void,
 }
 
-/// The first function of a thread that the C library has made, for the program or for slat.
+/// The first function of a thread that the C library has created, for the program or for slat.
 extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     let Routine { routine, argument } = {
         let _section = Section::enter();
@@ -85,15 +85,15 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match loaded::is_loaded() {
-        // A thread of slat's own may have its maker's thread pointers, and a seccomp filter. Its calls from code
-        // outside the C library must be dispatched, too, so that they are made at the gate, an instruction in the C
+        // A thread of slat's own may have its creator's thread pointers and a seccomp filter. So its calls from code
+        // outside the C library must be dispatched, too, and then be made at the gate, an instruction in the C
         // library's text.
         true => {
-            // SAFETY: the first thread has done the same.
+            // SAFETY: the first thread has also separated its thread pointers.
             unsafe { pointers::separate_own() };
             arm_thread();
         }
-        // The stack is made now, because a filter may forbid the necessary calls later.
+        // The stack is made before the routine runs, because a filter may forbid the necessary calls later.
         false => {
             arm_thread();
             make_stack();
@@ -102,8 +102,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     routine(argument)
 }
 
-/// Makes a thread by calling `create`, a function of the C library that gets the function to run. The thread's calls
-/// are dispatched if its maker's are. Returns the result of `create`: 0 is success.
+/// Creates a thread by calling `create`, a function of the C library that takes the function to run. The thread's calls
+/// are dispatched if its creator's calls are. Returns the result of `create`: 0 is success.
 fn make<T>(
     routine: extern "C-unwind" fn(*mut c_void) -> T,
     argument: *mut c_void,

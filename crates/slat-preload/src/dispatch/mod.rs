@@ -1,6 +1,6 @@
-//! Makes system calls that do not come from the C library's text arrive at slat. Either the kernel sends a signal for
-//! the call (Syscall User Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`), or slat has rewritten the
-//! call site. `docs/dispatch.md` has the design and its alternatives.
+//! Makes those system calls arrive at slat that the program makes outside the C library's text. Either the kernel sends
+//! a signal for the call (Syscall User Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`), or slat has
+//! rewritten the call site. `docs/dispatch.md` has the design and its alternatives.
 //!
 //! | file | idea |
 //! |---|---|
@@ -36,16 +36,16 @@ use slat_kvm::abi::KVM_RUN;
 use std::ops::Range;
 use text::Text;
 
-/// Makes the system calls of this thread arrive at slat, and those of the threads and processes that this thread
-/// makes. If all of `texts`, the program's code, can be read, slat rewrites the call sites. Otherwise the kernel
-/// dispatches the calls. Call while the process has one thread.
+/// Makes the system calls of this thread arrive at slat, and also the system calls of the threads and processes that
+/// this thread creates later. If all of `texts`, the program's code, can be read, slat rewrites the call sites in it.
+/// Otherwise the kernel dispatches the calls. Call while the process has one thread.
 ///
 /// # Errors
 /// The reason why this host cannot do that, as the end of a sentence for the user.
 pub fn arm(texts: Option<&[Range<usize>]>) -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
     user_dispatch::let_pass(text.range);
-    // The kernel dispatches the returns of handlers, too, unless they come from the C library's text.
+    // Returns of handlers (rt_sigreturn) are dispatched, too, unless they come from the C library's text.
     let is_dispatched = text.restorer.is_some() && user_dispatch::arm();
     // SAFETY: `Text::find` has found the instructions at these addresses. The handlers are not installed yet.
     unsafe {
@@ -68,15 +68,17 @@ pub fn arm(texts: Option<&[Range<usize>]>) -> Result<(), &'static str> {
     crate::prepare().map_err(|_| "there is no memory")
 }
 
-/// Whether a sanitizer's runtime is part of the program or of a library. A runtime's own calls must reach the kernel.
+/// Whether a sanitizer's runtime is part of the program or of a library. The system calls of such a runtime must reach
+/// the kernel.
 fn has_sanitizer() -> bool {
     // SAFETY: the name ends with 0.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__sanitizer_set_report_path".as_ptr()) };
     !found.is_null()
 }
 
-/// Arms a program that the dynamic linker has loaded. Does so only if the program's own code makes system calls, or if
-/// the user asks for it (`SLAT_DISPATCH`, for calls of the program's libraries). Call at the program's start.
+/// Makes the system calls of a program that the dynamic linker has loaded arrive at slat, if the program's own code
+/// makes system calls, or if the user asks for it (`SLAT_DISPATCH`, for calls of the program's libraries). Call when
+/// the program starts.
 pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
@@ -98,12 +100,12 @@ unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     // SAFETY: `frame` is this thread's copy, which no other code uses, as this function's contract requires.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The kernel sees that the thread runs on another stack, and would put the next handler's frame over this
+            // The thread has left the alternate stack, so the kernel would put the next handler's frame over this
             // frame.
             let free = (*frame).free_alternate();
             let _ = kernel!(libc::SYS_sigaltstack, &raw const free, 0);
         }
-        // Now handlers of the program may run, as they may while the kernel serves a call.
+        // From here on, handlers of the program may run, as they may while the kernel serves a call.
         change_mask(libc::SIG_SETMASK, (*frame).mask);
         let made = (*frame).made();
         if made.number == libc::SYS_ioctl && made.arguments[1] == KVM_RUN as usize {

@@ -1,5 +1,5 @@
-//! The calls that concern neither their own thread nor its signals. slat makes these calls like calls of the function
-//! `syscall`.
+//! System calls that concern neither their own thread nor its signals. slat makes such a call as if the program had
+//! called the C library's `syscall`.
 
 use super::filters;
 use crate::indirect::by_number;
@@ -12,7 +12,7 @@ pub fn from_site(made: &Made) -> isize {
     filters::judged(made).unwrap_or_else(|| make(made.number, made.arguments))
 }
 
-/// Makes a call that this thread's filters allow. Returns the kernel's result.
+/// Makes a call that this thread's seccomp filters allow. Returns the kernel's result.
 pub fn make(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the program has made this call. slat's C library does not cancel threads of the loaded program.
     let answer = unsafe {

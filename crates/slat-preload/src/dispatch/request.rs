@@ -1,9 +1,9 @@
-//! The arguments with which a program makes a thread or a process.
+//! The arguments with which a program creates a thread or a process.
 
 use crate::arch::calls;
 use crate::real::{error, raw};
 
-/// The arguments with which a program makes a thread or a process: the kernel's `struct clone_args`
+/// The arguments with which a program creates a thread or a process: the kernel's `struct clone_args`
 /// (`include/uapi/linux/sched.h`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,7 +30,7 @@ pub const SET_TLS: u64 = libc::CLONE_SETTLS as u64;
 pub const PARENT_SET_TID: u64 = libc::CLONE_PARENT_SETTID as u64;
 pub const CHILD_SET_TID: u64 = libc::CLONE_CHILD_SETTID as u64;
 pub const CHILD_CLEAR_TID: u64 = libc::CLONE_CHILD_CLEARTID as u64;
-/// `CLONE_CLEAR_SIGHAND`, which would remove the handler of SIGSYS.
+/// `CLONE_CLEAR_SIGHAND`. In the child this flag would remove the handler of SIGSYS.
 pub const CLEAR_SIGHAND: u64 = 1 << 32;
 
 impl Request {
@@ -77,10 +77,9 @@ impl Request {
         self.flags & flag != 0
     }
 
-    /// Returns the same request, but for a process with a copy of the memory, its own signal handlers and its own
-    /// stack.
+    /// Returns this request changed for a process with a copy of the memory, its own signal handlers and its own stack.
     pub fn with_a_copy_of_memory(&self) -> Self {
-        // The kernel refuses shared handlers without shared memory; that error must still occur.
+        // The kernel refuses shared signal handlers without shared memory, so these two flags stay together.
         let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
         Request {
             flags: self.flags & !(shared | SET_TLS | CLEAR_SIGHAND),
@@ -91,7 +90,7 @@ impl Request {
         }
     }
 
-    /// Whether fork(2) makes the process that this request asks for.
+    /// Whether fork(2) does what this request asks for.
     pub fn is_fork(&self) -> bool {
         let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
         self.flags & !known == 0
@@ -105,7 +104,7 @@ impl Request {
         self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
     }
 
-    /// Returns the arguments of clone(2) for a request that [fits](Self::fits), in which the child has its maker's
+    /// Returns the arguments of clone(2) for a request that [fits](Self::fits), in which the child keeps its creator's
     /// stack pointer.
     pub fn clone_arguments(&self) -> [usize; 6] {
         let word = match self.has(PIDFD) {
@@ -117,12 +116,12 @@ impl Request {
         calls::reordered([flags, 0, word, child_tid, tls, 0])
     }
 
-    /// Makes a process, on a copy of the caller's stack. Returns the kernel's result.
+    /// Creates a process, on a copy of the caller's stack. Returns the kernel's result.
     ///
     /// # Safety
     /// - The caller continues in both processes.
     pub unsafe fn issue(&self) -> isize {
-        // Filters of container runtimes refuse clone3, because they cannot read its flags. So clone is used if it
+        // Filters of container runtimes refuse clone3, because they cannot read its flags. So slat calls clone if clone
         // suffices.
         if self.fits() {
             // SAFETY: the caller may continue in both processes, as this function's contract requires.
@@ -140,7 +139,7 @@ impl Request {
         unsafe { raw(libc::SYS_clone3, arguments) }
     }
 
-    /// Returns the address at which the new thread's stack begins. `None`: the new thread keeps its maker's stack
+    /// Returns the address at which the new thread's stack begins. `None`: the new thread keeps its creator's stack
     /// pointer.
     pub fn stack_top(&self) -> Option<usize> {
         (self.stack != 0).then(|| (self.stack + self.stack_size) as usize)

@@ -1,11 +1,11 @@
-//! Marks the robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends,
-//! the kernel marks the futexes that the thread holds. But a thread of a loaded program runs on a thread of slat's C
-//! library, and the program's thread ends first. Other threads of the program may wait for that end, and then look at
-//! the futexes. So slat marks the futexes when the program's thread ends.
+//! Marks the robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends, the
+//! kernel marks the futexes that the thread holds. But a thread of a loaded program runs on a thread of slat's C
+//! library, and the program's thread ends first. Other threads of the program may wait for that end, and then read the
+//! futexes. So slat marks the futexes when the program's thread ends.
 
 use crate::real::kernel;
 
-/// The greatest number of futexes in a robust list that the kernel visits.
+/// The maximum number of futexes in a robust list that the kernel visits.
 const LIMIT: usize = 2048;
 
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
@@ -21,7 +21,7 @@ pub fn leave() {
     let walk = || {
         let mut next = load(head)? as usize;
         let offset = load(head + 8)? as usize;
-        // The lowest bit means that the futex has priority inheritance. The address does not include it.
+        // The lowest bit means that the futex has priority inheritance. That bit is not part of the address.
         let pending = load(head + 16)? as usize & !1;
         for _ in 0..LIMIT {
             let entry = next & !1;

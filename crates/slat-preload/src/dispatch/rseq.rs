@@ -1,6 +1,6 @@
-//! Restartable sequences (rseq(2)) of a loaded program. The kernel writes to only one area of each thread, and slat's
-//! C library has registered its own area. When the program registers an area, slat unregisters the C library's area.
-//! slat's C library only reads the processor's number in its area, and works without that number.
+//! Restartable sequences (rseq(2)) of a loaded program. The kernel writes to only one area of each thread, and slat's C
+//! library has registered its own area. When the program registers an area, slat unregisters the area of its own C
+//! library, which only reads the processor's number there, and works without that number.
 
 use crate::arch::threads::{self, RSEQ_SIGNATURE};
 use crate::real::{Next, raw};
@@ -22,11 +22,12 @@ fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
     unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
 
-/// Unregisters the rseq area of slat's C library, in favour of the program's.
+/// Unregisters the rseq area of slat's C library, so that the program can register its own area.
 fn give_way() {
     /// The area's offset from the thread pointer (glibc manual, "Restartable Sequences").
     static OFFSET: Next = Next::new(c"__rseq_offset");
-    /// The area's size in the first version. In later versions the size is a multiple of this (`AT_RSEQ_FEATURE_SIZE`).
+    /// The area's size in the first version. In later versions the size is a multiple of this size
+    /// (`AT_RSEQ_FEATURE_SIZE`).
     const BYTES: usize = 32;
     if HAS_GIVEN_WAY.replace(true) {
         return;
@@ -58,8 +59,8 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Unregisters the program's rseq area. The program's thread ends before the thread of slat's C library, and then the
-/// program may free the memory of the area.
+/// Unregisters the program's rseq area when the program's thread ends. The thread of slat's C library continues, but
+/// the program may free the memory of the area.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();
     if area != 0 {

@@ -1,15 +1,15 @@
 //! Rewrites call sites: replaces the instruction that enters the kernel by a jump to slat. [`Plan`] says which bytes
 //! change.
 //!
-//! Where all sites of a code can be found and rewritten, slat rewrites them before the program begins
-//! ([`rewrite_all`]). Elsewhere the kernel dispatches the program's calls. A dispatched call takes a signal, which
+//! If all sites in the program's code can be found and rewritten, slat rewrites them before the program begins
+//! ([`rewrite_all`]). Otherwise the kernel dispatches the program's calls. A dispatched call takes a signal, which
 //! costs several times as much as an exit of `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites;
 //! after some calls from a site, slat rewrites that site ([`count`]).
 //!
-//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat does
-//! not rewrite a site in three more cases. With `SLAT_REWRITE=0`, slat rewrites nothing. In a process that is traced,
-//! slat rewrites nothing, because a debugger has breakpoints in code. Text that differs from its file stays unchanged,
-//! because the kernel's own breakpoints (uprobes) work only in a mapping of the file to which they belong.
+//! slat rewrites a site only if its code is private, readable and executable. After the program has begun, there are
+//! three more exceptions. With `SLAT_REWRITE=0`, slat rewrites nothing. In a process that is traced, slat rewrites
+//! nothing, because a debugger sets breakpoints in code. Text that differs from its file stays unchanged, because the
+//! kernel's own breakpoints (uprobes) work only in a mapping of the file to which they belong.
 //!
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. slat writes the changed copy
@@ -20,11 +20,11 @@
 //! kernel refuses one of these, the site is not rewritten. The kernel makes instruction caches coherent with the memory
 //! that it maps as executable.
 //!
-//! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the mmap(2). The
-//! kernel removes the old translations, makes each processor that may have cached them invalidate them, and then allows
-//! new translations. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a
-//! processor executes the old instruction or the new one. The architecture must ensure that a processor never executes
-//! a mixture ([`arch::sites`](crate::arch::sites)).
+//! Other threads may execute these pages during the mmap(2). The kernel holds the process's mmap lock during the
+//! mmap(2). The kernel removes the old translations, makes each processor that may have cached them invalidate them,
+//! and then allows new translations. A thread that fetches an instruction in between takes a page fault, and waits for
+//! the lock. So a processor executes the old instruction or the new one. The architecture must ensure that a processor
+//! never executes a mixture ([`arch::sites`](crate::arch::sites)).
 //!
 //! A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the names of mappings find no
 //! symbols there. Before Linux 6.12, an mmap that exhausts the kernel's memory may leave the pages unmapped.
@@ -43,10 +43,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// The number of dispatched calls after which a site is rewritten.
 const CALLS: u32 = 64;
-/// The number of sites that are counted.
+/// The maximum number of sites whose calls are counted.
 const SITES: usize = 32;
 
-/// The number of calls of `KVM_RUN` that a call site has made. `back` is the address after the site, where the program
+/// A call site, and the number of its `KVM_RUN` calls. `back` is the address after the site, where the program
 /// continues.
 struct Count {
     back: AtomicUsize,
@@ -60,7 +60,7 @@ static COUNTS: [Count; SITES] = [const {
     }
 }; SITES];
 
-/// Whether a thread is rewriting a site. Only that thread replaces pages, and chooses padding.
+/// Whether a thread is rewriting a site. Only that thread may replace pages and choose padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
 /// Whether the user allows slat to rewrite sites.
@@ -79,7 +79,7 @@ pub fn count(back: usize) {
             .compare_exchange(0, back, Ordering::Relaxed, Ordering::Relaxed);
         claimed.is_ok() || claimed == Err(back)
     });
-    // Only one thread makes the count reach this number.
+    // Only one thread raises the count to exactly this number.
     if let Some(count) = of
         && count.calls.load(Ordering::Relaxed) < CALLS
         && count.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS
@@ -99,7 +99,7 @@ pub fn count(back: usize) {
     }
 }
 
-/// Rewrites the site before `back`. `None`: the site is not rewritten.
+/// Rewrites the site before `back`. `None`: the site cannot be rewritten.
 fn rewrite(back: usize) -> Option<()> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
@@ -132,7 +132,7 @@ fn pages_of(addresses: &Range<usize>) -> Range<usize> {
     addresses.start & !(page_size() - 1)..addresses.end.next_multiple_of(page_size())
 }
 
-/// Replaces pages of `text` by changed copies. `plans` says what changes, in the order of addresses.
+/// Replaces pages of `text` by changed copies. `plans` says which bytes change, in ascending order of addresses.
 fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
     site_entry::prepare();
     let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
@@ -255,7 +255,7 @@ impl Text {
         unsafe { std::slice::from_raw_parts(self.range.start as *const u8, self.range.len()) }
     }
 
-    /// Whether the file-backed pages among `pages` still have the file's memory, not a changed private copy.
+    /// Whether the file-backed pages among `pages` still are the file's own pages, not changed private copies.
     fn is_original(&self, pages: &Range<usize>) -> bool {
         /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present; the page is
         /// swapped out; the page belongs to the file or to shared memory.

@@ -1,6 +1,5 @@
-//! Finds code in memory: the program's own code, and the C library's text. The C library's text is the one range of
-//! addresses from which the kernel does not dispatch system calls. This text has the instructions that slat uses for
-//! its own calls.
+//! Finds code in memory: the program's own code, and the C library's text. The kernel dispatches no system calls made
+//! within the C library's text. So slat makes its own calls by instructions in this text.
 
 use crate::arch::code;
 use std::ffi::{c_int, c_void};
@@ -13,12 +12,14 @@ pub struct Text {
     pub range: Range<usize>,
     /// The address of an instruction in the text that enters the kernel and is followed by a return.
     pub gate: usize,
-    /// The address of the code in the text by which a signal handler returns to the kernel, if there is such code.
+    /// The address of the code in the text that returns from a signal handler (rt_sigreturn). `None`: the text has no
+    /// such code.
     pub restorer: Option<usize>,
 }
 
 impl Text {
-    /// Finds the C library's text. `None`: this C library does not have these instructions.
+    /// Finds the C library's text, and in it the instructions that slat needs. `None`: this C library does not have
+    /// them.
     pub fn find() -> Option<Self> {
         let address = libc::getppid as *const () as usize;
         let mut range = 0..0;
@@ -63,8 +64,8 @@ pub fn program_makes_calls() -> bool {
     })
 }
 
-/// Calls `look` for each segment that is executable and readable, with the number of the segment's object, in
-/// the order of loading.
+/// Calls `look` for each segment that is executable and readable, with the number of the segment's object (program or
+/// library). The objects come in the order of loading.
 fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
     type Look<'a> = (usize, &'a mut dyn FnMut(usize, Range<usize>));
     unsafe extern "C" fn each(
@@ -72,7 +73,8 @@ fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
         _size: usize,
         to: *mut c_void,
     ) -> c_int {
-        // SAFETY: `info` is the linker's description of an object. No other code uses the data of this call meanwhile.
+        // SAFETY: `info` is the linker's description of an object. Until this call returns, no other code uses the data
+        // of `to`.
         let (info, (object, look), headers) = unsafe {
             let info = &*info;
             let headers = match info.dlpi_phnum {

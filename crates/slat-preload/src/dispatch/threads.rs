@@ -1,11 +1,11 @@
-//! Threads and processes that the program makes by its own system calls.
+//! Threads and processes that the program creates by its own system calls.
 //!
 //! slat's code runs on each thread of the program, and needs a thread of slat's C library for that. So slat makes each
 //! new thread of a loaded program as a thread of slat's C library. This thread continues where the program's thread
 //! begins, with the program's stack and thread pointer. When the program ends its thread, the library's thread returns.
 //!
-//! A child of `vfork` would run on the stack on which its parent is served. So the child gets a copy of the memory
-//! instead; the parent nevertheless waits for the child.
+//! A child of `vfork` would run on the stack on which slat serves the parent's call. So the child gets a copy of the
+//! memory instead; the parent nevertheless waits for the child.
 
 use super::filters::{self, Inherited};
 use super::frame::{self, Frame, KeptFrame};
@@ -26,7 +26,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Makes a thread or a process. Returns the kernel's result in the caller, and for a process also in the child.
+/// Creates a thread or a process. Returns the kernel's result in the caller, and for a process also in the child.
 pub fn make(frame: &mut Frame, request: &Request) -> isize {
     if request.has(THREAD) {
         return match loaded::is_loaded() {
@@ -50,11 +50,12 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
-/// Makes a process that shares memory with its maker and has its own stack. LeakSanitizer examines its program's
-/// threads by such a process. The process has no thread of slat's C library, so the kernel serves its calls.
+/// Creates a process that shares memory with its creator and has its own stack. LeakSanitizer creates such a process to
+/// examine the program's threads. slat's code cannot run in this process, which has no thread of slat's C library, so
+/// the kernel serves its calls.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    // SAFETY: the program gives this stack to the child. The program may have put data on the stack; the frame is
-    // below the red zone of that data. The parent continues here.
+    // SAFETY: the program gives this stack to the child. If the program has put data on that stack, the frame is below
+    // the data and their red zone. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -64,7 +65,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     }
 }
 
-/// Stores a thread's id at the address that the program has given. A bad address is ignored, as by the kernel.
+/// Stores a thread's id at the address that the program has given for it. Ignores a bad address, as the kernel does.
 fn tell(address: u64, number: u32) {
     // SAFETY: the store is guarded, to a word of the program.
     let _ = unsafe { slat_guard::store(address as *mut u32, number) };
@@ -77,8 +78,8 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
     block_all();
     let is_fork = copied.is_fork();
     let answer = match is_fork {
-        // The C library's own fork is used: if other threads are making threads meanwhile, the child's copy of the
-        // library's data has to be repaired.
+        // Other threads may be creating threads during the fork. The C library's own fork then repairs the library's
+        // data in the child.
         // SAFETY: the call takes no pointer. The child continues here.
         true => match unsafe { libc::fork() } {
             -1 => error(slat_process::errno()),
@@ -120,18 +121,17 @@ thread_local! {
     static BEGUN_AT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The number of threads of a loaded program that have not ended.
+/// The number of the loaded program's threads that have not ended.
 static THREADS: AtomicU32 = AtomicU32::new(1);
 
-/// The number of threads that still have their maker's base of GS, although the maker may have returned.
+/// The number of new threads that still use their creator's base of GS. The creator may already have returned.
 static NOT_SEPARATE: AtomicU32 = AtomicU32::new(0);
 
-/// The signal by which a C library cancels threads. slat's C library ensures that no new thread begins with this signal
-/// blocked.
+/// The signal by which a C library cancels threads. slat's C library never starts a thread with this signal blocked.
 pub const SIGCANCEL: usize = 32;
 
-/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: before that, the
-/// thread's handler could change the pointers of the thread's maker.
+/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread. If the thread
+/// still had its creator's base of GS, its signal handler could change the creator's thread pointers.
 pub fn wait_until_separate() {
     loop {
         match NOT_SEPARATE.load(Ordering::Acquire) {
@@ -141,8 +141,8 @@ pub fn wait_until_separate() {
     }
 }
 
-/// Sets the address of a word of the program. When this thread ends, slat clears the word, and wakes a thread that
-/// waits for it.
+/// Sets the address of the word that slat clears when this thread ends (set_tid_address(2)). slat then wakes a thread
+/// that waits for the word.
 pub fn set_clear_at_exit(address: usize) {
     CLEAR_AT_EXIT.set(address);
 }
@@ -154,12 +154,12 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread that is being made. The maker does not wait until the thread runs, because the wait takes long on busy
-/// processors. So the maker and the thread each have a reference to this value.
+/// A thread that is being created. Its creator does not wait until the thread runs, because that takes long on busy
+/// processors. So the creator and the thread each have a reference to this value.
 struct Start {
     frame: KeptFrame,
     request: Request,
-    /// The program's thread pointer.
+    /// The thread pointer that the program has chosen for the thread.
     pointer: usize,
     filters: Inherited,
     /// The thread's id, which the thread itself stores.
@@ -167,15 +167,15 @@ struct Start {
     told: AtomicU32,
 }
 
-/// States of [`Start::told`]: whether the thread's id is stored where the maker's program wants it.
+/// A state of [`Start::told`]: the thread's id is not yet stored at the address that its creator has given.
 const NOT_TOLD: u32 = 0;
 const BEING_TOLD: u32 = 1;
 const TOLD: u32 = 2;
 
 impl Start {
-    /// Stores the thread's id for the maker (CLONE_PARENT_SETTID). The maker calls this before it returns, and the new
-    /// thread calls this before it runs the program's code. So the program finds the id in both threads. No store
-    /// comes later, because the program may then use the word for something else.
+    /// Stores the thread's id for its creator (CLONE_PARENT_SETTID). The creator calls this function before it returns
+    /// to the program, and the new thread calls it before it runs the program's code. So the program finds the id in
+    /// both threads. The id is not stored again later, because the program may then use the word for something else.
     fn tell_maker(&self, number: u32) {
         if !self.request.has(PARENT_SET_TID) {
             return;
@@ -240,7 +240,8 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     };
     let answer = match made {
         Ok(thread) => {
-            // The C library forgets the id of a thread that has ended, but the thread has stored its own id before.
+            // If the thread has already ended, the C library does not know its id any more, but the thread has stored
+            // its id.
             let number = number_of(thread).unwrap_or_else(|| start.number.load(Ordering::Acquire));
             start.tell_maker(number);
             // SAFETY: the thread was made joinable, so that `number_of` may look at it even if it has ended.
@@ -260,7 +261,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     answer
 }
 
-/// Records that one more thread has its own base of GS, for [`wait_until_separate`].
+/// Decrements the number of threads without their own base of GS, for which [`wait_until_separate`] waits.
 fn is_separate() {
     NOT_SEPARATE.fetch_sub(1, Ordering::Release);
     wait::wake(&NOT_SEPARATE);
@@ -271,32 +272,32 @@ fn number_of(thread: libc::pthread_t) -> Option<u32> {
     let mut clock = 0;
     // SAFETY: the C library keeps the data of a thread that was not joined. `clock` is live.
     let failed = unsafe { libc::pthread_getcpuclockid(thread, &mut clock) };
-    // The number of a thread's clock contains the thread's id, inverted, above three bits
-    // (`include/linux/posix-timers_types.h`, CPUCLOCK_PID).
+    // Bits 3 and higher of a thread's clock id are the inverted thread id (`include/linux/posix-timers_types.h`,
+    // CPUCLOCK_PID).
     let number = !(clock >> 3) as u32;
     (failed == 0 && number != 0).then_some(number)
 }
 
-/// The first function of the thread of slat's C library: runs the program's thread to its end.
+/// The first function of a thread of slat's C library that runs a thread of the program. Returns when that thread ends.
 extern "C-unwind" fn begin(start: *mut c_void) -> *mut c_void {
     // SAFETY: the argument points to a `Start`.
     BEGUN_AT.with(|begun_at| unsafe { run(start.cast(), begun_at.as_ptr()) });
     null_mut()
 }
 
-/// Calls [`go`] on this stack, and stores the stack pointer for [`leave`].
+/// Stores the stack pointer for [`leave`], and calls [`go`] on this stack.
 #[unsafe(naked)]
 unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
     threads::run!(go)
 }
 
-/// Becomes the program's thread.
+/// Continues as the program's thread.
 unsafe extern "C" fn go(start: *const Start) -> ! {
     /// The part of the stack that this function itself needs.
     const OWN: usize = 16 << 10;
-    // SAFETY: the maker has passed this reference on. The processor has the instructions that the first thread has
-    // used. The thread's stack is free between its end and this function's own part. The copy of the frame there says
-    // where the program's thread begins.
+    // SAFETY: the creator has passed its reference to this thread. The processor has the instructions that the first
+    // thread has used. The thread's stack is free between its end and this function's own part. The copy of the frame
+    // there says where the program's thread begins.
     unsafe {
         let start = Arc::from_raw(start);
         let request = &start.request;
@@ -343,8 +344,8 @@ fn stack_end() -> usize {
     }
 }
 
-/// Implements exit(2): ends this thread. If this is the program's last thread, ends the process, because slat's own
-/// threads would otherwise keep the process alive.
+/// Implements exit(2): ends this thread. For the program's last thread, ends the whole process, which slat's own
+/// threads would otherwise keep alive.
 pub fn exit(status: usize) -> ! {
     block_all();
     if loaded::is_loaded() {

@@ -1,4 +1,4 @@
-//! The program in memory, as the kernel's `load_elf_binary` would map it.
+//! Maps the program's file into memory, as the kernel's `load_elf_binary` does.
 
 use super::open;
 use crate::arch;
@@ -13,10 +13,10 @@ fn page() -> u64 {
     slat_process::page_size() as u64
 }
 
-/// A program that is loaded.
+/// A program that slat has loaded.
 #[derive(Debug)]
 pub struct Image {
-    /// The program's file, without symbolic links.
+    /// The path of the program's file, without symbolic links.
     pub file: CString,
     /// The address of the program headers.
     pub headers: usize,
@@ -28,11 +28,11 @@ pub struct Image {
     pub interpreter_base: usize,
     /// The address where the process begins: in the program, or in its dynamic linker.
     pub start: usize,
-    /// The end of the program.
+    /// The address at the end of the program's segments.
     pub end: usize,
-    /// The code of the program and of its dynamic linker. `None`: a part of it cannot be read.
+    /// The address ranges of the code of the program and its dynamic linker. `None`: a part of the code cannot be read.
     pub texts: Option<Vec<Range<usize>>>,
-    /// Whether the program executes code on its stack (`PT_GNU_STACK`).
+    /// Whether the program needs an executable stack (`PT_GNU_STACK`).
     pub needs_executable_stack: bool,
 }
 
@@ -79,7 +79,7 @@ fn name_of(file: &Opened) -> Option<CString> {
     CString::new(link.into_os_string().into_encoded_bytes()).ok()
 }
 
-/// One file in memory.
+/// A file that is mapped into memory.
 struct Placed {
     base: usize,
     entry: usize,
@@ -119,7 +119,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
-    // All memory of the file is reserved at once, so that no other mapping lies within the file's memory.
+    // One mapping reserves all of the file's memory first, so that no other mapping can lie between the segments.
     // SAFETY: the call maps memory at free addresses.
     let start = unsafe {
         map_memory(
@@ -183,7 +183,7 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
         mapped = file_end.next_multiple_of(page());
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
         let offset = segment.offset & !(page() - 1);
-        // SAFETY: memory that was reserved for the segment, which nothing uses yet.
+        // SAFETY: the memory was reserved for the segment, and nothing uses it yet.
         unsafe {
             kernel!(
                 libc::SYS_mmap,

@@ -1,9 +1,10 @@
-//! Loads programs that load no libraries: statically linked programs, and programs of another C library, whose dynamic
-//! linker could not load this library.
+//! Loads programs that cannot preload this library: statically linked programs, and programs with another C library,
+//! whose dynamic linker could not load it.
 //!
-//! This library is also a program. The kernel starts it in place of PROGRAM, with slat's C library and nothing else.
-//! Then the library loads PROGRAM into the same process, as the kernel would. From then on the program's system calls
-//! are dispatched ([`dispatch`]). `SLAT_PROGRAM` names the program; the arguments are the program's own.
+//! This library is also an executable program. The kernel starts it instead of PROGRAM, with slat's C library and
+//! nothing else. Then this library loads PROGRAM into the same process, as the kernel would. From then on the program's
+//! system calls are dispatched ([`dispatch`]). The environment variable `SLAT_PROGRAM` names PROGRAM; the arguments are
+//! those of PROGRAM.
 //!
 //! | file | idea |
 //! |---|---|
@@ -20,7 +21,7 @@ use slat_process::{page_size, pointers};
 use std::ffi::{CStr, c_char};
 use std::fmt::Display;
 
-/// Ends the process with a message, as a shell does that cannot run a program.
+/// Ends the process with a message and the exit status that a shell uses if it cannot run a program.
 fn refuse(program: &CStr, why: impl Display) -> ! {
     slat_kvm::messages::say(format_args!("{}: {why}", program.to_string_lossy()));
     std::process::exit(126)
@@ -28,15 +29,17 @@ fn refuse(program: &CStr, why: impl Display) -> ! {
 
 /// The data that the kernel has put on the stack of a new process (System V ABI, "Process Initialization").
 struct Begun {
-    /// The address of `argc`, which the arguments and a null follow.
+    /// The address of `argc`. The array of arguments follows, and ends with a null.
     arguments: usize,
-    /// The environment's variables, and a null.
+    /// The array of environment variables, which ends with a null.
     environment: *const *const c_char,
-    /// Pairs of a type and a value. `AT_NULL` ends them.
+    /// The auxiliary vector: pairs of a type and a value, up to `AT_NULL`.
     auxiliary: *mut [usize; 2],
 }
 
 impl Begun {
+    /// Finds the parts of the data above `sp`.
+    ///
     /// # Safety
     /// - `sp` is the stack pointer of a new process.
     unsafe fn at(sp: *mut usize) -> Self {
@@ -56,7 +59,7 @@ impl Begun {
         }
     }
 
-    /// Returns a value of the auxiliary vector.
+    /// Returns a pointer to the value of type `kind` in the auxiliary vector.
     unsafe fn value(&self, kind: u64) -> Option<*mut usize> {
         let mut entry = self.auxiliary;
         // SAFETY: the vector ends with `AT_NULL`.
@@ -95,8 +98,8 @@ impl Begun {
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun this process, and nothing has used the memory above it.
 unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
-    // SAFETY: `sp` is the stack pointer with which the kernel has begun this process, as this function's own contract
-    // asks. The kernel's strings do not move.
+    // SAFETY: `sp` is the stack pointer with which the kernel has begun this process, as this function's contract
+    // requires. The kernel's strings do not move.
     let (begun, library) = unsafe {
         let begun = Begun::at(sp);
         let library = begun
@@ -117,7 +120,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
     }
     crate::start();
     carry::take_directory();
-    // If the library was started by a descriptor, it has no file.
+    // If the library was started by a descriptor (see `carry`), its file has no path.
     crate::children::set_library(if carry::is_kept() { c"" } else { library });
     if !pointers::can_be_separate() {
         refuse(
@@ -139,7 +142,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
             ),
         );
     }
-    // SAFETY: the kernel has set these values for this library. From now on they describe the program.
+    // SAFETY: the kernel has set these values for this library. This code changes them to the loaded program's values.
     unsafe {
         for (kind, value) in [
             (libc::AT_PHDR, image.headers),
@@ -187,7 +190,7 @@ pub unsafe extern "C" fn slat_begin() -> ! {
 #[cfg(not(test))]
 const LINKER: &[u8] = crate::arch::files::LINKER.to_bytes_with_nul();
 
-/// The dynamic linker that loads this library when it is started as a program.
+/// The path of the dynamic linker for the case that this library is started as a program (`PT_INTERP`).
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".interp")]

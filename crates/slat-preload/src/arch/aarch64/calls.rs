@@ -4,7 +4,8 @@
 /// A system call: its number and its arguments.
 pub type Call = (i64, [usize; 6]);
 
-/// The kernel's flag for files larger than two gigabytes. The C library's constant is 0.
+/// The kernel's `O_LARGEFILE`, the flag for files larger than two gigabytes. The C library defines its own
+/// `O_LARGEFILE` as 0.
 pub const O_LARGEFILE: i32 = 0o400_000;
 
 /// Returns the newer call that does the same work as the given call. On AArch64 the given call is always the newest.
@@ -12,8 +13,8 @@ pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }
 
-/// Returns the call by which the C library does the work of a newer call. On AArch64 that call is the newer call
-/// itself.
+/// Returns the older call that the C library makes for the work of the given newer call. On AArch64 the C library makes
+/// the given call itself.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }
@@ -31,8 +32,8 @@ pub fn is_dup2(_number: i64) -> bool {
 }
 
 /// Returns a call that makes the descriptor `to` refer to the same file as `fd`. If the call succeeds, its result may
-/// be any value. If `fd` and `to` are equal, `dup3` would fail. The returned call then only checks that the descriptor
-/// is open.
+/// be any value. If `fd` and `to` are equal, `dup3` would fail, so the returned call only checks that the descriptor is
+/// open.
 pub fn dup2(fd: usize, to: usize) -> Call {
     match fd == to {
         true => (libc::SYS_fcntl, [fd, libc::F_GETFD as usize, 0, 0, 0, 0]),

@@ -1,6 +1,6 @@
 //! Assembly for the copy of this library that runs in another root directory. This code runs before the dynamic linker
-//! has linked the copy. It consists of the copy's first instructions, the function to which the dynamic linker jumps in
-//! the end, and the return from a signal handler.
+//! has linked the copy. The module has the copy's first instructions, the function to which the dynamic linker jumps
+//! after linking, and the return from a signal handler.
 
 use slat_process::calls::raw;
 use std::arch::naked_asm;
@@ -85,7 +85,7 @@ macro_rules! finish {
 }
 pub(crate) use finish;
 
-/// Returns to the kernel at the end of a handler. The kernel calls this.
+/// The code to which a signal handler returns (`sa_restorer`): calls rt_sigreturn(2).
 #[unsafe(naked)]
 pub unsafe extern "C" fn restore() {
     naked_asm!("mov x8, {number}", "svc #0", number = const libc::SYS_rt_sigreturn)

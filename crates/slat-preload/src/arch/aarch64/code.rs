@@ -14,8 +14,8 @@ fn instructions(code: &[u8]) -> impl Iterator<Item = u32> {
     words.map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// Returns the offsets of `svc #0` in code that begins at an aligned address. A data word among the code equals `svc
-/// #0` by chance, once in 2^32 words.
+/// Returns the offsets of `svc #0` in code that begins at an aligned address. A data word in the code may equal
+/// `svc #0` by chance: on average one of 2^32 words does.
 pub fn calls(code: &[u8]) -> impl Iterator<Item = usize> {
     let found = instructions(code)
         .enumerate()
@@ -29,8 +29,9 @@ pub fn makes_calls(code: &[u8]) -> bool {
 }
 
 /// Finds the instructions in the C library's text by which slat enters the kernel. Returns the offset of an `svc #0`
-/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. `None`:
-/// the text is unknown. The second offset is `None` in glibc, because the kernel's vDSO has that code.
+/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. The result
+/// is `None` if the text does not contain them. The second offset is `None` in glibc, because the kernel's vDSO has
+/// that code.
 pub fn find_entries(text: &[u8]) -> Option<(usize, Option<usize>)> {
     let at = |words: [u32; 2]| {
         let mut pairs = instructions(text).zip(instructions(&text[size_of::<u32>()..]));
@@ -56,7 +57,7 @@ mod tests {
         let text = code(&[NOP, SVC, RET, SVC]);
         assert_eq!(calls(&text).collect::<Vec<_>>(), [4, 12]);
         assert!(makes_calls(&text));
-        // The bytes of `svc #0`, spread over two instructions.
+        // The bytes of `svc #0`: half in one instruction, half in the next.
         let split = code(&[SVC << 16, SVC >> 16, NOP]);
         assert!(!makes_calls(&split) && !makes_calls(&[]) && !makes_calls(&text[..6]));
         // Two similar instructions: `svc #1` and `hvc #0`.

@@ -8,16 +8,16 @@ use slat_process::pointers;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// The kernel's `struct ucontext` of arm64 (`arch/arm64/include/uapi/asm/ucontext.h`, `sigcontext.h`). Its records may
-/// continue after it.
+/// The kernel's `struct ucontext` of arm64 (`arch/arm64/include/uapi/asm/ucontext.h`, `sigcontext.h`). More records may
+/// follow after the structure, if `records` is too small for all.
 #[repr(C, align(16))]
 #[derive(Debug)]
 pub struct Frame {
     /// The kernel does not use this field. In the frame of a call from a rewritten site, the field says whether the
     /// entry has blocked all signals.
     pub(super) flags: u64,
-    /// The kernel does not use this field. On slat's stack, the field holds the lowest address that was in use on that
-    /// stack before.
+    /// The kernel does not use this field. In a frame on slat's stack, the field holds the lowest address of that stack
+    /// that was in use before this frame was stored.
     pub link: usize,
     /// The alternate stack, which the kernel sets again when it returns.
     pub alternate: libc::stack_t,
@@ -55,7 +55,7 @@ pub const MASK: usize = offset_of!(Frame, mask);
 /// the kernel's `struct rt_sigframe`.
 pub const BEFORE: usize = size_of::<libc::siginfo_t>();
 
-/// The kernel's constant for this architecture's calls: AUDIT_ARCH_AARCH64. A 32-bit program's calls have another
+/// The kernel's constant for this architecture's calls: AUDIT_ARCH_AARCH64. Calls of 32-bit programs have another
 /// constant.
 pub const AUDIT_ARCH: u32 = 0xc000_00b7;
 
@@ -119,8 +119,8 @@ impl Frame {
         self.registers[0] = result as usize;
     }
 
-    /// Returns the kernel's frame of a signal handler of the program. `self` is the frame of the handler's own call of
-    /// rt_sigreturn(2).
+    /// Returns the frame that the kernel stored when it called one of the program's signal handlers. `self` is the
+    /// frame of the handler's rt_sigreturn(2) call.
     pub fn of_handler(&self) -> *mut Frame {
         (self.sp + BEFORE) as *mut Frame
     }
@@ -141,8 +141,8 @@ impl Frame {
                 0 => return (at + TERMINATOR - start, None),
                 EXTRA => {
                     let extra = at as *const Extra;
-                    // SAFETY: a record of this kind is an `Extra`. The further records end with one that ends the
-                    // list.
+                    // SAFETY: a record of this kind is an `Extra`. The list of further records ends with a record of
+                    // kind 0.
                     let end = unsafe { (*extra).data + (*extra).size as usize };
                     return (end - start, Some(extra));
                 }
@@ -189,11 +189,11 @@ impl Frame {
 
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
 /// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
-/// `$place`, below which the stack is free. The handler [passes](pass_through_gate) a call of slat itself. In a
-/// process with one thread pointer, the function `$runs_slat` says whether the call is slat's. All other SIGSYS
-/// signals come from seccomp filters, and go to the handler `$others`.
+/// `$place`, below which the stack is free. A call of slat itself is [passed](pass_through_gate) to the kernel. If slat
+/// and the program share one thread pointer, the function `$runs_slat` tells whose call it is; else the thread pointer
+/// in use tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
 ///
-/// `$serve` does not return. Its return address is the one in `$restorer`.
+/// `$serve` does not return. Its return address, for unwinders, is the address in the variable `$restorer`.
 macro_rules! dispatched {
     ($others:path, $runs_slat:path, $place:path, $restorer:path, $serve:path) => {
         ::std::arch::naked_asm!(
@@ -250,11 +250,12 @@ pub(crate) use dispatched;
 /// from the C library's code: the vDSO's functions make a call if they cannot compute the result, and the dynamic
 /// linker makes calls.
 ///
-/// The handler does not make the call itself. It returns to the gate, which makes the call with the signal mask and
-/// all registers of the interrupted code, except X30 and the stack pointer. So the call may wait, be interrupted and
+/// The handler does not make the call itself. It returns to the gate, which makes the call with the signal mask and all
+/// registers of the interrupted code, except X30 and the stack pointer. So the call may wait, be interrupted and
 /// restarted, or change the mask. A second frame leads back to the interrupted code, because no instruction jumps
-/// without changing a register. The second frame lies below all memory in use on the interrupted stack. A thread that
-/// begins on its own stack would not find the second frame, but only the C library's text makes threads.
+/// without changing a register. The second frame lies below all memory in use on the interrupted stack. A new thread,
+/// which begins on its own stack, would not find the second frame there. But only the C library's text starts threads,
+/// and its calls do not come here.
 pub unsafe extern "C" fn pass_through_gate(_signal: i32, _info: usize, frame: *mut Frame) {
     // SAFETY: `frame` is the kernel's frame. The handler runs below the frame on the same stack, or on the alternate
     // stack.

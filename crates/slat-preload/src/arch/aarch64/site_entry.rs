@@ -1,14 +1,14 @@
-//! The entry into slat from a rewritten call site ([`sites`](super::sites)), for all calls.
+//! The entry into slat from a rewritten call site ([`sites`](super::sites)), for all system calls.
 //!
-//! Over a system call, the kernel keeps the flags, the lower 128 bits of the vectors, and all general registers except
-//! X0. So this code keeps these, too. The code stores the registers in a [`Frame`], as the kernel would, because some
-//! calls need all of the program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the
+//! The kernel preserves the flags, the lower 128 bits of the vectors, and all general registers except X0 over a system
+//! call. So this code preserves them, too. The code stores the registers in a [`Frame`], as the kernel would, because
+//! some calls need all of the program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the
 //! program's stack, which may be a goroutine's, this code and the stub use 128 bytes.
 //!
-//! Signals may arrive between any two instructions. Their handlers find the thread's pointers by the thread's id, and
-//! derive from the stack pointer which part of slat's stack is in use. If the program is on its alternate stack, this
-//! code blocks all signals before it leaves that stack. Otherwise the kernel would put the next handler's frame over
-//! the program's data.
+//! Signals may arrive between any two instructions. Their handlers find the thread's two thread pointers by the
+//! thread's id, and derive from the stack pointer which part of slat's stack is in use. If the program is on its
+//! alternate stack, this code blocks all signals before it leaves that stack. Otherwise the kernel would put the next
+//! handler's frame over the program's data.
 
 use super::frame::Frame;
 use slat_process::filter::Made;
@@ -53,16 +53,16 @@ impl Saved {
     }
 }
 
-/// The set of all signals. Assembly reads it.
+/// The signal set with all signals, for assembly.
 pub static ALL: u64 = u64::MAX;
 
-/// Prepares for the first entry. There is nothing to do.
+/// Does nothing: AArch64 needs no preparation for the first entry through a site.
 pub fn prepare() {}
 
 /// The body of the function to which a stub jumps. X16 points to its [`Site`]; all other registers but X17 are those of
 /// the call. The function calls `$serve` with the [`Saved`] registers, and returns its result to the program.
 ///
-/// If the thread has no stack of slat's, the stub makes the call instead.
+/// If slat has not given the thread a stack, the stub makes the system call instead.
 macro_rules! from_site {
     ($serve:path) => {
         ::std::arch::naked_asm!(
@@ -96,7 +96,7 @@ macro_rules! from_site {
             "ldr x9, [x0, {used_to}]",
             "mov x17, 1",
             "3:",
-            // X9 becomes the frame, X10 the thread's entry.
+            // X9 becomes the frame's address, X10 the address of the thread's entry in slat's list of threads.
             "sub x9, x9, {pages}, lsl 12",
             "sub x9, x9, {rest}",
             "and x9, x9, -16",
@@ -143,7 +143,7 @@ macro_rules! from_site {
             "stp x0, x1, [x11, 248]",
             "sub x0, x16, {leave}",
             "str x0, [x11, -8]",
-            // The record of floating point and vectors, FPSIMD_MAGIC, and the end of the records.
+            // Writes the record of floating point and vectors (FPSIMD_MAGIC), and ends the list of records.
             "add x12, x9, {records}",
             "mov w0, 0x8001",
             "movk w0, 0x4650, lsl 16",
@@ -174,7 +174,8 @@ macro_rules! from_site {
             "cbz w1, 6f",
             "msr fpcr, xzr",
             "6:",
-            // Functions keep X19 and X20, which hold the address of the thread's entry and the address of the frame.
+            // The called functions preserve X19 and X20. These hold the address of the thread's entry and the address
+            // of the frame.
             "mov x19, x10",
             "mov x20, x9",
             "sub x0, x9, {before}",
@@ -245,7 +246,7 @@ macro_rules! from_site {
             "ldp x26, x27, [x16, 208]",
             "ldp x28, x29, [x16, 224]",
             "ldr x30, [x16, 240]",
-            // Slat's stack is not needed any more when the stack pointer is the program's again.
+            // The stack pointer is the program's again: slat's stack is free.
             "ldr x16, [x16, -8]",
             "mov sp, x17",
             "br x16",
@@ -383,8 +384,8 @@ mod tests {
             let mask = frame.mask;
             assert_ne!(change_mask(libc::SIG_SETMASK, mask), mask);
         }
-        // The rounding mode is that of a new process, so a division at run time gives the same result as at compile
-        // time.
+        // Sets the rounding mode of a new process, with which a division at run time gives the same result as at
+        // compile time.
         let third = std::hint::black_box(1.0f64) / std::hint::black_box(3.0);
         assert_eq!(third, 1.0 / 3.0);
         RESULT
@@ -428,7 +429,7 @@ mod tests {
         };
         let results = |expected: u64| {
             let mut after = before.clone();
-            // SAFETY: `code` is the address of a function that keeps all registers.
+            // SAFETY: `code` is the address of a function that preserves all registers.
             unsafe { call(&mut after, code) };
             assert_eq!(after.general[0], expected);
             after.general[0] = before.general[0];
@@ -436,7 +437,7 @@ mod tests {
             let served = SERVED.each_ref().map(|count| count.load(Ordering::Relaxed));
             (served[0], served[1])
         };
-        // Without a stack of slat's, the stub makes the call.
+        // The thread has no stack of slat's, so the stub makes the call.
         assert_eq!(results(u64::from(std::process::id())), (0, 0));
         let mut memory = vec![0u8; 256 << 10];
         let low = memory.as_mut_ptr() as usize;

@@ -2,7 +2,7 @@
 //!
 //! slat replaces `svc #0`, an aligned instruction of four bytes, by the aligned instruction `b`, which reaches 128
 //! megabytes in both directions. The `b` leads to a stub in memory nearby. So no instruction moves: a thread that
-//! returns from the kernel, or is about to make the call, finds the code that it expects. All sites of a piece of code
+//! returns from the kernel, or is about to make the call, finds the code that it expects. All sites in a range of code
 //! can be found, because each instruction begins at an aligned address.
 //!
 //! # Other threads
@@ -20,7 +20,7 @@ use std::ops::Range;
 
 /// The distance that `b` reaches.
 const BRANCH: usize = 128 << 20;
-/// The distance from the text within which stubs are put.
+/// The maximum distance of a stub from the text.
 pub const REACH: usize = BRANCH;
 /// The bytes of an instruction.
 const INSTRUCTION: usize = size_of::<u32>();
@@ -66,7 +66,7 @@ impl Plan {
         is_aligned.then(|| plans.collect())
     }
 
-    /// Returns the addresses between which bytes change.
+    /// Returns the range of addresses whose bytes change.
     pub fn changes(&self) -> Range<usize> {
         self.site..self.site + INSTRUCTION
     }
@@ -77,8 +77,8 @@ impl Plan {
         Some(Stub::new(self.site + INSTRUCTION, entry, stub)?.bytes())
     }
 
-    /// Makes the changes in `memory`, a copy of the memory from the address `start` on. The site's stub is at `stub`.
-    /// `None`: the stub is too far away.
+    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The site's stub
+    /// is at `stub`. `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let word = branch(self.site, stub)?;
         memory[self.site - start..][..INSTRUCTION].copy_from_slice(&word.to_le_bytes());
@@ -178,12 +178,12 @@ mod tests {
     fn a_rewritten_site_leads_to_its_entry_and_back_with_all_registers() {
         use std::arch::{asm, naked_asm};
 
-        /// Leaves as the real entry does, with another value in X0.
+        /// Returns to the program as the real entry does, with another value in X0.
         #[unsafe(naked)]
         unsafe extern "C" fn entry() {
             naked_asm!("mov x0, 7", "sub x16, x16, {leave}", "br x16", leave = const LEAVE)
         }
-        /// Makes the stub make the call.
+        /// Makes the stub execute the system call.
         #[unsafe(naked)]
         unsafe extern "C" fn pass() {
             naked_asm!("sub x16, x16, {pass}", "br x16", pass = const PASS)

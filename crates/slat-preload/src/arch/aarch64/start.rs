@@ -19,8 +19,8 @@ macro_rules! begin {
 }
 pub(crate) use begin;
 
-/// Jumps to a program. All registers are 0, as the kernel sets them for a new process, except X16. X16 has the address
-/// of the first instruction, because a jump needs a register.
+/// Jumps to a program. All registers are 0, as in a new process, except X16: the jump needs a register for the address
+/// of the first instruction.
 ///
 /// # Safety
 /// - The program is loaded, and begins at `start`. `sp` is the stack pointer of a new process.

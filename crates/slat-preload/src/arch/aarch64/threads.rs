@@ -1,9 +1,9 @@
-//! The threads of slat's C library on which the program's threads run.
+//! Assembly for the threads of slat's C library that run the program's threads.
 
 use std::arch::naked_asm;
 
-/// The body of a function of two arguments. The function stores the stack pointer at the address in the second
-/// argument, for [`leave`]. Then it calls `$go` with the first argument. `$go` does not return.
+/// The body of a function with two arguments. The function saves the registers, stores the stack pointer at the address
+/// in the second argument, for [`leave`], and calls `$go` with the first argument. `$go` does not return.
 macro_rules! run {
     ($go:path) => {
         ::std::arch::naked_asm!(
@@ -27,7 +27,7 @@ macro_rules! run {
 }
 pub(crate) use run;
 
-/// Returns from a function whose body is [`run!`].
+/// Returns to the caller of a function whose body is [`run!`].
 ///
 /// # Safety
 /// - This thread runs a function whose body is [`run!`], and that function has stored `begun_at`. Nothing on the
@@ -50,11 +50,10 @@ pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
     )
 }
 
-/// The signature of areas of restartable sequences (`tools/testing/selftests/rseq/rseq-arm64.h`), which glibc uses,
-/// too.
+/// The signature of rseq(2) areas (`tools/testing/selftests/rseq/rseq-arm64.h`). glibc uses the same signature.
 pub const RSEQ_SIGNATURE: usize = 0xd428_bc00;
 
-/// Returns the thread pointer, from which the C library counts offsets.
+/// Returns the thread pointer. The C library's thread-local variables are at offsets from this address.
 pub fn pointer() -> usize {
     let pointer: usize;
     // SAFETY: the instruction reads a register.
@@ -73,7 +72,7 @@ mod tests {
         run!(go)
     }
 
-    /// Changes all registers that a function keeps, and leaves.
+    /// Changes all callee-saved registers, then calls [`leave`].
     unsafe extern "C" fn go(begun_at: *const usize) -> ! {
         // SAFETY: the registers are not used any more; `begin` has stored the stack pointer.
         unsafe {
@@ -101,7 +100,7 @@ mod tests {
     fn a_thread_leaves_with_the_registers_of_its_beginning() {
         let mut begun_at = 0usize;
         let (general, vector): (u64, u64);
-        // SAFETY: the assembly makes a call by the C ABI, which keeps X20 and the lower half of V8.
+        // SAFETY: the assembly makes a call by the C ABI, which preserves X20 and the lower half of V8.
         unsafe {
             std::arch::asm!(
                 "mov x20, 77",

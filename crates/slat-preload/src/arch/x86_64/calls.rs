@@ -1,12 +1,13 @@
-//! System calls that not all architectures have. x86-64 has many calls whose work a newer call does, too: `open`,
-//! `stat`, `fork`, …
+//! System calls that not all architectures have. x86-64 has many old calls (`open`, `stat`, `fork`, …) whose work a
+//! newer call can do, too.
 
 use libc::AT_FDCWD;
 
 /// A system call: its number and its arguments.
 pub type Call = (i64, [usize; 6]);
 
-/// The kernel's flag for files larger than two gigabytes. The C library's constant is 0.
+/// The kernel's `O_LARGEFILE`, the flag for files larger than two gigabytes. The C library defines its own
+/// `O_LARGEFILE` as 0.
 pub const O_LARGEFILE: i32 = 0o100_000;
 
 /// The flags with which `openat` does the work of `creat`.
@@ -18,8 +19,8 @@ const BORROWING: usize = FORKING | libc::CLONE_VM as usize | libc::CLONE_VFORK a
 const HERE: usize = AT_FDCWD as usize;
 const NOT_FOLLOWED: usize = libc::AT_SYMLINK_NOFOLLOW as usize;
 
-/// Returns the newer call that does the same work as the given call, with a directory or with flags as further
-/// arguments. A call without a newer one is returned unchanged.
+/// Returns the newer call that does the same work as the given call, with its additional arguments (a directory or
+/// flags). A call without a newer one is returned unchanged.
 pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     let [a, b, c, ..] = arguments;
     match number {
@@ -38,8 +39,9 @@ pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     }
 }
 
-/// Returns the call by which the C library does the work of a newer call: the call without a directory, if the
-/// directory is the current one. The seccomp filters of programs expect that call.
+/// Returns the older call that the C library makes for the work of the given newer call. If the directory argument is
+/// the current directory, that is the call without such an argument. The seccomp filters of programs expect the older
+/// call.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     let [HERE, a, b, c, d, _] = arguments else {
         return (number, arguments);
@@ -64,7 +66,7 @@ pub fn reordered(arguments: [usize; 6]) -> [usize; 6] {
     arguments
 }
 
-/// Whether a call is `dup2`. No newer call does the work of `dup2` if both descriptors are equal.
+/// Whether a call is `dup2`, for which [`newer`] has no equivalent: `dup3` fails if both descriptors are equal.
 pub fn is_dup2(number: i64) -> bool {
     number == libc::SYS_dup2
 }

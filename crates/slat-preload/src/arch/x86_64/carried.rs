@@ -1,11 +1,11 @@
 //! Assembly for the copy of this library that runs in another root directory. This code runs before the dynamic linker
-//! has linked the copy. It consists of the copy's first instructions, the function to which the dynamic linker jumps in
-//! the end, and the return from a signal handler.
+//! has linked the copy. The module has the copy's first instructions, the function to which the dynamic linker jumps
+//! after linking, and the return from a signal handler.
 
 use std::arch::naked_asm;
 
-/// Whether a copy of this library can run in another root (`carry`), so that slat keeps the files for such a copy.
-/// Always true: only old kernels lack Syscall User Dispatch.
+/// Whether a copy of this library can run in another root (`carry`), so that slat keeps the files for such a copy. A
+/// copy needs Syscall User Dispatch, which x86-64 kernels have since Linux 5.11, so the result is always true.
 pub fn is_possible() -> bool {
     true
 }
@@ -75,7 +75,7 @@ macro_rules! finish {
 }
 pub(crate) use finish;
 
-/// Returns to the kernel at the end of a handler. The kernel calls this.
+/// The code to which a signal handler returns (`sa_restorer`): calls rt_sigreturn(2).
 #[unsafe(naked)]
 pub unsafe extern "C" fn restore() {
     naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)

@@ -11,20 +11,20 @@ const SYSCALL_RET: [u8; 3] = [0x0f, 0x05, 0xc3];
 const RETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05];
 
 /// Finds the instructions in the C library's text by which slat enters the kernel. Returns the offset of a `syscall`
-/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. `None`:
-/// the text is unknown.
+/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. `None` if
+/// the text does not contain them.
 pub fn find_entries(text: &[u8]) -> Option<(usize, Option<usize>)> {
     let at = |bytes: &[u8]| text.windows(bytes.len()).position(|window| window == bytes);
     Some((at(&SYSCALL_RET)?, Some(at(&RETURN)?)))
 }
 
-/// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: megabytes
-/// of code contain them by chance.
+/// Whether code contains a `syscall` instruction. The two bytes may also be part of another instruction by chance, once
+/// in some megabytes of code; such bytes do not count.
 pub fn makes_calls(code: &[u8]) -> bool {
     candidates(code).any(|at| is_instruction(code, at))
 }
 
-/// Returns the offsets of the two bytes of `syscall`.
+/// Returns the offsets at which the two bytes of `syscall` occur, also within other instructions.
 fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     let mut from = 0;
     std::iter::from_fn(move || {
@@ -42,9 +42,8 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. Decoding may begin at a wrong byte, but after a few instructions it agrees
-/// with the code's real instructions. So decoding begins at each of the preceding bytes in turn, and the majority
-/// decides.
+/// Whether an instruction begins at `at`. Decoding that begins at a wrong byte finds the real instructions after a few
+/// wrong ones. So this function decodes from each of the preceding bytes in turn, and the majority of results decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
     let first = at.saturating_sub(BEFORE);
@@ -60,9 +59,9 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
     2 * reached >= tried
 }
 
-/// Returns the offset of `len` bytes of padding within reach of a short jump. The short jump ends at offset `back` in
-/// `code`, a program's text. An instruction begins at `back`. Padding is bytes between two functions, which are never
-/// executed.
+/// Returns the offset of `len` bytes of padding that a short jump can reach. Padding is the bytes between two
+/// functions, which are never executed. `code` is a program's text. The jump's own two bytes end at offset `back`,
+/// where the next instruction begins.
 ///
 /// Decoding begins where an instruction is known to begin: at `back`, and at functions that are called. After a return
 /// or a jump, padding extends to an aligned address. A call may return, so bytes after a call are padding only if the
@@ -70,7 +69,7 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
 pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
     /// A short jump reaches from `back` - 128 to `back` + 127.
     const REACH: usize = 128;
-    /// The number of bytes that are searched for the beginning of a function, before the bytes that the jump reaches.
+    /// The number of bytes before the short jump's range in which this function also looks for beginnings of functions.
     const BEFORE: usize = 1024;
     let window = back.saturating_sub(BEFORE)..code.len().min(back + 2 * REACH);
     let functions = called(code, &window);
@@ -105,11 +104,11 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
     std::iter::once(back).chain(before).find_map(from)
 }
 
-/// The least alignment of functions.
+/// The minimum alignment of functions.
 const ALIGNMENT: usize = 16;
 
-/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. Other bytes look
-/// like such a call by chance, once in 2^32.
+/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. Other bytes may look
+/// like such a call by chance: on average, one position of 2^32 does.
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {
@@ -153,12 +152,12 @@ mod tests {
         assert_eq!(at(&[&end, &[0xcc; 6]], 0), Some(10));
         assert_eq!(at(&[&end, &long, &nops(11)], 0), Some(10));
         assert_eq!(at(&[&end, &nops(22), &end], 0), Some(10));
-        // Three cases without padding: too short; not followed by a function; part of a function, aligned, and
-        // executed.
+        // Three cases without usable padding: the padding is too short; no function follows; the bytes are an aligned
+        // part of a function, which is executed.
         assert_eq!(at(&[&nops(2), &end, &nops(4), &end], 2), None);
         assert_eq!(at(&[&end, &nops(5), &end], 0), None);
         assert_eq!(at(&[&end[..8], &nops(8), &end], 0), None);
-        // The padding is after the end of the next function, as far as a short jump reaches.
+        // The padding is after the end of the next function, at the end of the short jump's range.
         assert_eq!(at(&[&end, &end, &nops(12)], 0), Some(20));
         let far = [0x48, 0x89, 0xc7].repeat(43);
         assert_eq!(at(&[&far, &end, &nops(5)], 0), None);
@@ -190,7 +189,7 @@ mod tests {
         assert!(makes_calls(&code(&[0xb8, 16, 0, 0, 0, 0x0f, 0x05])));
         // syscall at the very beginning.
         assert!(makes_calls(&[0x0f, 0x05, 0xc3]));
-        // mov eax, 0x050f; lea rax, [rip+0x050f]; call with these bytes in its distance.
+        // mov eax, 0x050f; lea rax, [rip+0x050f]; call, whose distance contains these bytes.
         assert!(!makes_calls(&code(&[0xb8, 0x0f, 0x05, 0, 0])));
         assert!(!makes_calls(&code(&[0x48, 0x8d, 0x05, 0x0f, 0x05, 0, 0])));
         assert!(!makes_calls(&code(&[0xe8, 0, 0x0f, 0x05, 0])));

@@ -1,4 +1,5 @@
-//! The first instructions of functions that replace the C library's, where compiled code cannot be the first.
+//! The first instructions of functions that replace the C library's functions, where these instructions must be
+//! assembly.
 
 /// The body of a function like `execl`, whose arguments are a path and a list of words that ends with a null. Calls
 /// `$inner` with the path and an array of the words.

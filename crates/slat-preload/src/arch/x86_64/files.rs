@@ -1,5 +1,5 @@
-//! Constants of program files and library files: the processor's number in their headers, and the path of the dynamic
-//! linker.
+//! Constants of program files and library files: the architecture's number in their headers, and the path of the
+//! dynamic linker.
 
 use std::ffi::CStr;
 

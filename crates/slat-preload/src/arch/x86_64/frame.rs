@@ -15,8 +15,8 @@ use std::mem::offset_of;
 #[derive(Debug)]
 pub struct Frame {
     flags: u64,
-    /// The kernel does not use this field. On slat's stack, the field holds the lowest address that was in use on that
-    /// stack before.
+    /// The kernel does not use this field. In a frame on slat's stack, the field holds the lowest address of that stack
+    /// that was in use before this frame was stored.
     pub link: usize,
     /// The alternate stack, which the kernel sets again when it returns.
     pub alternate: libc::stack_t,
@@ -29,8 +29,8 @@ pub struct Frame {
 
 const _: () = assert!(size_of::<Frame>() == 304);
 
-/// The kernel's constant for this architecture's calls: AUDIT_ARCH_X86_64. A call by `int 0x80`, with the numbers of
-/// 32-bit programs, has another constant.
+/// The kernel's constant for this architecture's calls: AUDIT_ARCH_X86_64. Calls by `int 0x80`, which use the numbers
+/// of 32-bit programs, have another constant.
 pub const AUDIT_ARCH: u32 = 0xc000_003e;
 
 impl Frame {
@@ -85,13 +85,13 @@ impl Frame {
         self.registers[libc::REG_RAX as usize] = result as i64;
     }
 
-    /// Returns the kernel's frame of a signal handler of the program. `self` is the frame of the handler's own call of
-    /// rt_sigreturn(2).
+    /// Returns the frame that the kernel stored when it called one of the program's signal handlers. `self` is the
+    /// frame of the handler's rt_sigreturn(2) call.
     pub fn of_handler(&self) -> *mut Frame {
         self.sp() as *mut Frame
     }
 
-    /// Returns the bytes of the extended state. Their number is in the state's `_fpx_sw_bytes`
+    /// Returns the bytes of the extended state (XSAVE area). Their number is in the area's `_fpx_sw_bytes`
     /// (`arch/x86/include/uapi/asm/sigcontext.h`).
     ///
     /// # Safety
@@ -152,11 +152,11 @@ impl Frame {
 
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
 /// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
-/// `$place`, which is also the new stack pointer. The handler [passes](pass_through_gate) a call of slat itself. In a
-/// process with one thread pointer, the function `$runs_slat` says whether the call is slat's. All other SIGSYS
-/// signals come from seccomp filters, and go to the handler `$others`.
+/// `$place`, which is also the new stack pointer. A call of slat itself is [passed](pass_through_gate) to the kernel.
+/// If slat and the program share one thread pointer, the function `$runs_slat` tells whose call it is; else the thread
+/// pointer in use tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
 ///
-/// `$serve` does not return. Its return address is the one in `$restorer`.
+/// `$serve` does not return. Its return address, for unwinders, is the address in the variable `$restorer`.
 macro_rules! dispatched {
     ($others:path, $runs_slat:path, $place:path, $restorer:path, $serve:path) => {
         ::std::arch::naked_asm!(
@@ -206,8 +206,8 @@ pub(crate) use dispatched;
 ///
 /// The handler does not make the call itself. It returns to the gate, which makes the call with the stack, the signal
 /// mask and all registers of the interrupted code. So the call may wait, be interrupted and restarted, or change the
-/// mask. A thread that begins on its own stack would not find the code after the gate, but only the C library's text
-/// makes threads.
+/// mask. A new thread, which begins on its own stack, would not find there how to return from the gate. But only the C
+/// library's text starts threads, and its calls do not come here.
 ///
 /// Three words lead back to the interrupted code. The words are stored below all memory in use on the interrupted
 /// stack. That memory includes the red zone, and this handler's stack frame if the handler runs on the same stack.
@@ -217,8 +217,8 @@ pub unsafe extern "C" fn pass_through_gate() {
         "mov rax, [rdx + {rsp}]",
         "mov r8, [rdx + {alternate}]",
         "mov r9, [rdx + {alternate_size}]",
-        // Checks which stack pointers are on the alternate stack. If only the handler's stack pointer is on that
-        // stack, the frame is not on the interrupted stack.
+        // Checks whether the interrupted stack pointer and the handler's stack pointer are on the alternate stack. If
+        // only the handler's stack pointer is on it, the frame is not on the interrupted stack.
         "mov r10, rsp",
         "mov rcx, rsp",
         "sub rcx, r8",
@@ -254,8 +254,8 @@ pub unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that neither rt_sigreturn(2) nor a system call changes. `FIX_EFLAGS` of `arch/x86/kernel/signal.c` has
-/// all other flags.
+/// The flags that rt_sigreturn(2) does not restore, because `FIX_EFLAGS` of `arch/x86/kernel/signal.c` lacks them. No
+/// system call changes these flags.
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
 /// Sets the program's thread pointer, and returns to the program.
@@ -294,8 +294,8 @@ pub unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
 /// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
 ///   does not need the caller's stack.
 pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
-    /// The first code of the new process. The `ret` at the gate (a `syscall` and a `ret` in the C library's text) leads
-    /// here, with the stack pointer at the frame, as rt_sigreturn(2) expects.
+    /// The first code of the new process. The gate (a `syscall` and a `ret` in the C library's text) makes the call,
+    /// and its `ret` leads here. The stack pointer is then at the frame, as rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(

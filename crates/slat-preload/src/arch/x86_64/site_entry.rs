@@ -1,14 +1,15 @@
 //! The entry into slat from a rewritten call site ([`sites`](super::sites)), for ioctl(2).
 //!
-//! The kernel keeps all registers except RAX, RCX and R11 over a system call. So this code keeps them, too. The code
-//! saves flags, floating point and vectors, and then sets them as slat's code expects
+//! The kernel preserves all registers except RAX, RCX and R11 over a system call. So this code preserves them, too. The
+//! code saves flags, floating point and vectors, and then sets them as slat's code expects
 //! ([`caller`](slat_process::caller)). The code writes nothing to the program's stack, which may be a goroutine's.
-//! slat's stack is free if the program is on its own stack ([`stack`](slat_process::stack)). Calls from any other
-//! stack, and calls other than ioctl, are made by the `syscall` in the site's stub, and are dispatched.
+//! slat's stack ([`stack`](slat_process::stack)) is free if the program is on its own stack. Calls from any other
+//! stack, and calls other than ioctl, are made by the `syscall` in the site's stub, and the kernel dispatches them to
+//! slat (SIGSYS).
 //!
 //! Only loaded programs have rewritten sites. In a loaded program, this code finds the thread's stack by the base of
-//! GS, before it saves anything. Signals may arrive between any two instructions. Their handlers determine which
-//! thread pointer FS holds, and derive from the stack pointer which part of slat's stack is in use.
+//! GS, before it saves anything. Signals may arrive between any two instructions. Their handlers determine which thread
+//! pointer FS holds (slat's or the program's), and derive from the stack pointer which part of slat's stack is in use.
 
 use super::frame::Frame;
 use slat_kvm::cpuid::host_leaf;
@@ -59,12 +60,12 @@ impl Saved {
         }
     }
 
-    /// Returns the complete state of the program. Always `None`: this entry does not save the complete state.
+    /// Returns the complete state of the program. On x86-64 always `None`: this entry does not save the complete state.
     pub fn frame(&mut self) -> Option<&mut Frame> {
         None
     }
 
-    /// Whether the entry has blocked all signals. Always false.
+    /// Whether the entry has blocked all signals. On x86-64 always false.
     pub fn is_blocked(&self) -> bool {
         false
     }
@@ -83,8 +84,8 @@ pub fn prepare() {
 /// Offset of the instructions in [`Site`], for assembly.
 pub const CALL: usize = std::mem::offset_of!(Site, call);
 
-/// The body of the function to which a stub jumps. RCX points to its [`Site`]; all other registers are those of the
-/// call. The function that has this body calls `$serve` with the [`Saved`] registers.
+/// The body of the function to which a stub jumps. RCX points to the stub's [`Site`]; all other registers are as the
+/// program has set them for the call. The function that has this body calls `$serve` with the [`Saved`] registers.
 ///
 /// Call [`prepare`] before the first entry. The thread belongs to a loaded program.
 macro_rules! from_site {
@@ -117,8 +118,8 @@ macro_rules! from_site {
                 "pushfq",
                 "test dword ptr [rsp], {flags}",
                 "jz 4f",
-                // Clears all flags except the flag that is always set: strings go upwards, alignment is not checked,
-                // nothing traps.
+                // Clears all flags except bit 1, which is always set. String instructions then go upwards, alignment is
+                // not checked, and nothing traps.
                 "push 2",
                 "popfq",
                 "4:",
@@ -134,7 +135,7 @@ macro_rules! from_site {
                 slat_process::to_slats_pointer!(),
                 "sub rsp, [rip + {state_bytes}]",
                 "and rsp, -64",
-                // XRSTOR demands a header without reserved bits (Intel SDM, volume 1, section 13.4.2).
+                // XRSTOR faults if a reserved bit of the header is set (Intel SDM, volume 1, section 13.4.2).
                 "xor eax, eax",
                 "mov ecx, 8",
                 "lea rdi, [rsp + 512]",
@@ -142,8 +143,8 @@ macro_rules! from_site {
                 "mov eax, -1",
                 "mov edx, -1",
                 "xsave64 [rsp]",
-                // The floating-point state is usually that of a new process. The code compares FCW and FSW, the tags in
-                // use, and MXCSR with that state (Intel SDM, volume 1, table 10-2).
+                // The floating-point state is usually as in a new process. So the code first compares FCW, FSW, the
+                // tags and MXCSR with their initial values (Intel SDM, volume 1, table 10-2).
                 "cmp dword ptr [rsp], {x87}",
                 "jne 6f",
                 "cmp byte ptr [rsp + 4], 0",

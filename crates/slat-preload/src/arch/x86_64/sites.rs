@@ -1,17 +1,17 @@
 //! Plans how a call site is rewritten, and makes the site's stub.
 //!
-//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. The short jump leads to padding between two
-//! functions, if there are five bytes of padding; from there a longer jump leads to a stub in memory nearby. So no
-//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds the code that it
-//! expects.
+//! A `syscall` has two bytes. slat replaces it by a short jump, which also has two bytes and reaches 128 bytes. The
+//! short jump leads to padding between two functions, if there are five bytes of padding; from there a longer jump
+//! leads to a stub in memory nearby. So no instruction moves: a thread that returns from the kernel, or is about to
+//! make the call, finds the code that it expects.
 //!
 //! A site is not rewritten if no such padding is near. On some processors, which the next section names, a site is
 //! also not rewritten if its two bytes lie in two aligned quadwords.
 //!
 //! # Other threads
-//! Other threads may execute the pages that are replaced ([`dispatch::sites`](crate::dispatch)). A processor executes
-//! the old instruction or the new one, and never reaches the longer jump before that jump exists. No processor may join
-//! the first byte of the old instruction to the second byte of the new one:
+//! Other threads may execute the pages that are replaced ([`dispatch::sites`](crate::dispatch)). A processor may
+//! execute the old instruction or the new one; it never reaches the longer jump before that jump exists. But it must
+//! not execute the first byte of one with the second byte of the other:
 //!
 //! * Intel SDM, volume 3A, "Handling Self- and Cross-Modifying Code" (section 10.1.3; in older editions 9.1.3 or 8.1.3)
 //!   has one algorithm for changing code that another processor may execute: the other processor executes a serializing
@@ -29,14 +29,14 @@ use slat_kvm::cpuid::host_leaf;
 use std::mem::offset_of;
 use std::ops::Range;
 
-/// The distance from the text within which stubs are put.
+/// The maximum distance of a stub from the text.
 pub const REACH: usize = 512 << 20;
 
 /// `jmp`, with its distance.
 const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
 
-/// Whether the two bytes at `site` lie within one aligned quadword. If so, the bytes may change while another
-/// processor executes them without being interrupted: see the module's documentation.
+/// Whether the two bytes at `site` lie within one aligned quadword. If so, slat may change the bytes while another
+/// processor executes them, without an interrupt of that processor: see the module's documentation.
 fn is_within_quadword(site: usize) -> bool {
     const QUADWORD: usize = 8;
     site % QUADWORD != QUADWORD - 1
@@ -63,8 +63,8 @@ impl Plan {
     /// The bytes of a site's stub.
     pub const STUB: usize = size_of::<Stub>();
 
-    /// Plans to rewrite the `syscall` before `back`. `code` is the text that begins at the address `start`, at a page's
-    /// boundary. `None`: the site cannot be rewritten.
+    /// Plans to rewrite the `syscall` before `back`. `code` is the text that begins at `start`, a page's address.
+    /// `None`: the site cannot be rewritten.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back - SYSCALL.len();
         // The text begins at a page's boundary, so offsets in the text have the same alignment as addresses.
@@ -81,7 +81,7 @@ impl Plan {
         None
     }
 
-    /// Returns the addresses between which bytes change.
+    /// Returns the range of addresses whose bytes change.
     pub fn changes(&self) -> Range<usize> {
         let site = self.back - SYSCALL.len();
         site.min(self.padding)..site.max(self.padding) + LONG.len()
@@ -93,8 +93,8 @@ impl Plan {
         Some(Stub::new(self.back, entry).bytes())
     }
 
-    /// Makes the changes in `memory`, a copy of the memory from the address `start` on. The site's stub is at `stub`.
-    /// `None`: the stub is too far away.
+    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The site's stub
+    /// is at `stub`. `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let distance = i32::try_from(stub as isize - (self.padding + LONG.len()) as isize).ok()?;
         let short = (self.padding as isize - self.back as isize) as u8;

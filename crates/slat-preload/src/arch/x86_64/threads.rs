@@ -1,9 +1,9 @@
-//! The threads of slat's C library on which the program's threads run.
+//! Assembly for the threads of slat's C library that run the program's threads.
 
 use std::arch::naked_asm;
 
-/// The body of a function of two arguments. The function stores the stack pointer at the address in the second
-/// argument, for [`leave`]. Then it calls `$go` with the first argument. `$go` does not return.
+/// The body of a function with two arguments. The function saves the registers, stores the stack pointer at the address
+/// in the second argument, for [`leave`], and calls `$go` with the first argument. `$go` does not return.
 macro_rules! run {
     ($go:path) => {
         ::std::arch::naked_asm!(
@@ -23,7 +23,7 @@ macro_rules! run {
 }
 pub(crate) use run;
 
-/// Returns from a function whose body is [`run!`].
+/// Returns to the caller of a function whose body is [`run!`].
 ///
 /// # Safety
 /// - This thread runs a function whose body is [`run!`], and that function has stored `begun_at`. Nothing on the
@@ -43,10 +43,10 @@ pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
     )
 }
 
-/// The signature of areas of restartable sequences (`tools/testing/selftests/rseq/rseq-x86.h`), which glibc uses, too.
+/// The signature of rseq(2) areas (`tools/testing/selftests/rseq/rseq-x86.h`). glibc uses the same signature.
 pub const RSEQ_SIGNATURE: usize = 0x5305_3053;
 
-/// Returns the thread pointer, from which the C library counts offsets.
+/// Returns the thread pointer. The C library's thread-local variables are at offsets from this address.
 pub fn pointer() -> usize {
     let pointer: usize;
     // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage").
