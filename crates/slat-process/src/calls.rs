@@ -1,13 +1,14 @@
-//! The system calls that slat makes on the program's threads while it serves the KVM API, `KVM_RUN` above all.
+//! The system calls that slat makes on the program's threads while it serves the KVM API, mainly `KVM_RUN`.
 //!
-//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each
-//! call that slat makes, and the thread that makes the call if a filter forbids it. That is the helper thread, which
-//! shares memory and descriptors with all threads; or no thread, and then the list says what is lost; or the calling
-//! thread itself, because no other thread can make the call. A filter has to allow the calls of the last kind.
+//! With the kernel's KVM these threads need only `ioctl`, and VMMs install seccomp filters that allow little else. So a
+//! list names each call that slat makes, and who makes the call if a filter forbids it. For most calls, the helper
+//! thread makes them; it shares memory and descriptors with all threads. Some calls are then omitted; the list says
+//! what is lost. The other calls must be made by the calling thread itself, so a filter has to allow them.
 //! `docs/seccomp.md` has the list for users.
 //!
-//! Whether a call is allowed is one bit for the whole process. If the filter of any thread forbids a call, the helper
-//! makes it for all threads except slat's own, which no filter binds ([`mark_own_thread`]).
+//! For each call, one bit for the whole process says whether it is allowed. If the filter of any thread forbids a call,
+//! the helper makes the call for all threads except slat's own threads, to which no filter applies
+//! ([`mark_own_thread`]).
 
 use crate::arch::calls as arch;
 use crate::enter::is_own_thread;
@@ -18,12 +19,13 @@ pub use crate::list::{
 };
 use std::ffi::CStr;
 
-/// Makes a call. If a filter forbids it, and the thread is not slat's own, the helper makes it. Returns the value or an
-/// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
+/// Makes a system call. If a filter forbids the call, the helper thread makes it, unless this thread is one of slat's
+/// own. Returns the value or an errno. The call must not block, and must not concern only the calling thread.
+/// Async-signal-safe.
 ///
 /// # Safety
-/// - The memory, mappings and descriptors that the call uses or changes are the caller's to use or change in this way,
-///   on any thread of the process.
+/// - The caller may use and change the memory, mappings and descriptors that the call uses or changes, on any thread of
+///   the process.
 #[inline]
 pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
@@ -34,15 +36,14 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     {
         return result(answer);
     }
-    // SAFETY: the caller may use and change what the call uses and changes, as this function's `# Safety` asks of its
-    // caller.
+    // SAFETY: the caller may use and change all that the call uses and changes, as this function's `# Safety` requires.
     result(unsafe { raw(entry.number, arguments) })
 }
 
-/// Whether `descriptor` is ready: whether any of its events has occurred. `None`: the kernel does not say. Does not
-/// wait. Async-signal-safe.
+/// Whether any of the events in `descriptor` has occurred. Does not wait. `None`: the call has failed.
+/// Async-signal-safe.
 pub fn is_ready(descriptor: &mut libc::pollfd) -> Option<bool> {
-    // SAFETY: the kernel accesses one live structure; the call does not wait.
+    // SAFETY: the kernel accesses one live structure. The call does not wait.
     let ready = unsafe { make(Call::Poll, arch::poll_now(descriptor)) };
     ready.map(|count| count != 0).ok()
 }
@@ -50,7 +51,7 @@ pub fn is_ready(descriptor: &mut libc::pollfd) -> Option<bool> {
 /// Removes the file at `path`. Async-signal-safe.
 ///
 /// # Errors
-/// An errno.
+/// The kernel's errno.
 pub fn remove(path: &CStr) -> Result<(), i32> {
     // SAFETY: the path ends with 0.
     unsafe { make(Call::Remove, arch::remove(path)) }.map(drop)
@@ -95,7 +96,7 @@ mod tests {
 
     #[test]
     fn errors_and_values_are_told_apart() {
-        // SAFETY: one call has no arguments, and the other names no descriptor.
+        // SAFETY: the first call has no arguments, and the second has a descriptor that does not exist.
         unsafe {
             let here = make(Call::ProcessId, [0; 6]);
             assert_eq!(here, Ok(std::process::id() as isize));

@@ -4,13 +4,13 @@ use crate::gate;
 use std::cell::Cell;
 
 thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers read it.
+    // The variable has neither an initialiser nor a destructor, because signal handlers read it.
     /// Whether the thread is slat's own.
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as slat's own, so that the thread makes all its calls itself. Call once, at the start of a thread
-/// that was started before the program's first filter, or together with the helper.
+/// Marks this thread as slat's own, so that it makes all its calls itself. Call once, when the thread begins. No filter
+/// may apply to the thread: it was started before the program's first filter, or together with the helper.
 pub fn mark_own_thread() {
     IS_OWN.set(true);
 }
@@ -24,11 +24,10 @@ pub(crate) fn is_own_thread() -> bool {
 /// negative errno. Async-signal-safe.
 ///
 /// # Safety
-/// - The memory, mappings and descriptors that the call uses or changes are the caller's to use or change in this way.
+/// - The caller may use and change the memory, mappings and descriptors that the call uses or changes.
 #[inline]
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller may use and change what the call uses and changes, as this function's `# Safety` asks of its
-    // caller.
+    // SAFETY: the caller may use and change all that the call uses and changes, as this function's `# Safety` requires.
     unsafe {
         match gate::is_exempted_used() {
             true => raw_by_thread(number, arguments),
@@ -37,16 +36,16 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Like [`raw`], for a process in which slat's own threads have a gate of their own. Not inlined: otherwise the
-/// compiler would read the thread-local variable before it is needed, even at the program's start, when a preloaded
-/// sanitizer's runtime is not ready.
+/// Like [`raw`], for a process in which slat's own threads enter the kernel at their own gate. Not inlined, because the
+/// compiler could then read the thread-local variable earlier than necessary, even at the program's start, before a
+/// preloaded sanitizer's runtime is ready.
 ///
 /// # Safety
 /// The requirements of [`raw`].
 #[cold]
 #[inline(never)]
 unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller may use and change what the call uses and changes, as `raw` asks of its caller.
+    // SAFETY: the caller may use and change all that the call uses and changes, as `raw` requires.
     unsafe {
         match IS_OWN.get() {
             true => gate::call_exempted(number, arguments),
@@ -55,7 +54,7 @@ unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Converts the result of [`raw`] to a value or an errno.
+/// Converts the result of [`raw`] to `Ok(value)` or `Err(errno)`.
 pub fn result(answer: isize) -> Result<isize, i32> {
     const LOWEST: isize = -4095;
     match answer {

@@ -1,19 +1,19 @@
-//! Files under RLIMIT_FSIZE. The kernel refuses to make a file longer than the limit, and sends SIGXFSZ, which ends a
-//! program that does not expect it.
+//! Files under RLIMIT_FSIZE. The kernel refuses to extend a file beyond this limit, and sends SIGXFSZ, which ends a
+//! program that does not handle the signal.
 //!
-//! A program that uses the kernel's KVM needs no files for that. So the files that slat extends or writes must not end
-//! the program.
+//! A program that uses the kernel's KVM writes no files for that. So slat's writes to its own files must not end the
+//! program.
 
 use crate::calls::raw;
 use std::io;
 
 /// The size of the kernel's signal set in bytes.
 const SET_BYTES: usize = 8;
-/// The set of signals that contains SIGXFSZ.
+/// The signal set that contains only SIGXFSZ.
 const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 
-/// Runs `work`, which makes a file longer. If that exceeds the limit, `work` gets `EFBIG`, and no signal arrives.
-/// Async-signal-safe if `work` is.
+/// Runs `work`, which extends a file. If the file would exceed the limit, `work` gets `EFBIG`, but the program gets no
+/// signal. Async-signal-safe if `work` is.
 ///
 /// # Errors
 /// The errors of `work`.
@@ -31,22 +31,23 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     mask(libc::SIG_BLOCK, &set, &mut before);
     let result = work();
     let exceeded = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFBIG));
-    // If the program blocks the signal, one signal may already be pending. Another one then makes no difference.
+    // If the program itself blocks SIGXFSZ, the signal stays pending: one may have been pending before `work`, and a
+    // second one makes no difference.
     if exceeded && before & EXCEEDED == 0 {
         let now = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
         let (set, now) = (&raw const set as usize, &raw const now as usize);
-        // SAFETY: the arguments are a live set, no place for the information, and a time. The call takes the signal
-        // that the kernel has sent to this thread.
+        // SAFETY: the arguments are a live signal set, a null pointer for the information, and a time limit. The call
+        // removes the pending signal, which the kernel has sent to this thread.
         unsafe { raw(libc::SYS_rt_sigtimedwait, [set, 0, now, SET_BYTES, 0, 0]) };
     }
     mask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
     result
 }
 
-/// Returns the error of writing a file as a message. The message names the limit if the limit was exceeded.
+/// Returns an error of writing a file as a message. If the limit was exceeded, the message names the limit.
 pub fn explained(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EFBIG) => "RLIMIT_FSIZE (ulimit -f) forbids a file of this size".to_owned(),
@@ -62,7 +63,7 @@ mod tests {
 
     #[test]
     fn a_file_beyond_the_limit_is_an_error_and_no_signal() {
-        // SAFETY: the child, which has one thread, makes plain calls on a descriptor of its own, and ends by `_exit`.
+        // SAFETY: the child, which has one thread, only makes system calls on its own descriptor, and ends by `_exit`.
         let status = unsafe {
             let child = libc::fork();
             if child == 0 {

@@ -1,4 +1,4 @@
-//! Evaluates a seccomp filter for one system call: the kernel's filter machine, as described by
+//! Evaluates a seccomp filter for one system call, as the kernel's BPF machine does. The machine is described by
 //! `Documentation/userspace-api/seccomp_filter.rst` and `Documentation/networking/filter.rst`.
 
 use crate::arch::calls::AUDIT_ARCH;
@@ -8,12 +8,12 @@ use libc::sock_filter;
 /// A filter's input: the kernel's `struct seccomp_data` as its 16 words.
 type Data = [u32; 16];
 
-/// The machine's scratch memory, in words.
+/// The size of the machine's scratch memory, in words.
 const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 
-/// Call before or after a thread of this process installs a filter. From then on, the helper thread makes the
-/// calls that `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if
-/// `program` allows `KVM_RUN`.
+/// Records the calls that the filter `program` forbids. From then on, the helper thread makes these calls for all
+/// threads. Call before or after a thread of this process installs the filter. If `program` allows `KVM_RUN`, returns
+/// the forbidden calls without which `KVM_RUN` cannot work.
 pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
     const KVM_RUN: usize = 0xae80;
     let mut needed = Vec::new();
@@ -43,8 +43,8 @@ pub struct Made {
     pub address: usize,
 }
 
-/// Whether `program` allows a system call with these arguments; other arguments, and the address, are 0. A call about
-/// which a tracer or a supervisor decides counts as forbidden.
+/// Whether `program` allows a system call with these arguments. The filter sees 0 for the other arguments and for the
+/// address. If a tracer or a supervisor would decide about the call, the call counts as forbidden.
 fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     let mut made = Made {
         number,
@@ -57,7 +57,8 @@ fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) ->
     lets_pass(program, &made)
 }
 
-/// Whether `program` allows a system call. A call about which a tracer or a supervisor decides counts as forbidden.
+/// Whether `program` allows a system call. If a tracer or a supervisor would decide about the call, the call counts as
+/// forbidden.
 pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
     let mut data: Data = [0; 16];
     (data[0], data[1]) = (made.number as u32, AUDIT_ARCH);
@@ -65,14 +66,14 @@ pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
         data[2 + 2 * index] = value as u32;
         data[3 + 2 * index] = (value >> 32) as u32;
     }
-    // If the kernel would refuse the program, it is not installed, so it forbids nothing.
+    // `None`: the kernel would refuse to install the program, so it forbids nothing.
     run(program, &data).is_none_or(|decision| {
         let action = decision & libc::SECCOMP_RET_ACTION_FULL;
         [libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_LOG].contains(&action)
     })
 }
 
-/// Runs `program`. Returns its decision; `None` if the kernel would have refused it.
+/// Runs `program`. Returns its decision. `None`: the kernel would have refused to install `program`.
 fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
     let (mut a, mut x) = (0u32, 0u32);
     let mut memory = [0u32; MEMORY];
@@ -109,7 +110,7 @@ fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
                     _ => None,
                 };
             }
-            // The remaining class is BPF_MISC: TAX and TXA.
+            // The remaining class is BPF_MISC, with the two operations TAX and TXA.
             _ => match code & 0xf8 {
                 0x00 => x = a,
                 0x80 => a = x,
@@ -134,8 +135,8 @@ fn arithmetic(operation: u32, a: u32, b: u32) -> Option<u32> {
         libc::BPF_ADD => a.wrapping_add(b),
         libc::BPF_SUB => a.wrapping_sub(b),
         libc::BPF_MUL => a.wrapping_mul(b),
-        // For a division by 0 the kernel ends the filter with result 0, which kills the process. That result is also
-        // the quotient here.
+        // On a division by 0, the kernel ends the filter with result 0, which kills the process. Here the quotient is 0
+        // instead, and the filter continues.
         libc::BPF_DIV => a.checked_div(b).unwrap_or(0),
         libc::BPF_AND => a & b,
         libc::BPF_OR => a | b,
@@ -170,7 +171,8 @@ mod tests {
         }
     }
 
-    /// Makes a filter that allows `futex` with operation 128, and `ioctl` if bit 4 of its second argument is clear.
+    /// Makes a filter that allows `futex` with operation 128, and `ioctl` if bit 4 of its second argument is clear. The
+    /// filter forbids all other calls.
     fn example() -> Vec<sock_filter> {
         use libc::*;
         let load = BPF_LD | BPF_W | BPF_ABS;
@@ -200,7 +202,7 @@ mod tests {
         assert!(!allows(&program, libc::SYS_openat, &[]));
     }
 
-    /// Runs a filter that computes with 7 in A and 5 in X.
+    /// Runs a filter that computes with A = 7 and X = 5. Returns A.
     fn calculate(codes: &[(u32, u32)]) -> Option<u32> {
         use libc::*;
         let mut program = vec![

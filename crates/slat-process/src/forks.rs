@@ -1,25 +1,26 @@
-//! State that belongs to this process and not to its forked children.
+//! State that belongs to this process, and that its forked children do not share.
 //!
-//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the memory of the
-//! objects, but not the threads that may hold their locks: it must not touch any object. A few words that the kernel
-//! clears in the child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, even if the
-//! program forks without the C library. A child of `vfork` shares these words with its parent, as it shares all memory.
+//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has a copy of the memory of
+//! slat's objects, but lacks the threads that may hold their locks, so it must not touch any object. A few words that
+//! the kernel clears in the child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call,
+//! even if the program forks without the C library. A child of `vfork` shares these words with its parent, as it shares
+//! all memory.
 
 use crate::arch::memory::OwnPages;
 use crate::noted::{note_first, noted_thread_id};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-/// Words that are zero in a forked child.
+/// Words that the kernel clears in a forked child.
 #[repr(C)]
 struct Wiped {
     /// The generation of this process: 1 for the first process that uses slat, one more for each forked descendant that
-    /// uses slat. 0 until a function asks for the generation.
+    /// uses slat. 0 until slat first needs the generation.
     generation: AtomicU64,
-    /// The process id; 0 until it is first asked for.
+    /// The process id. 0 until [`owner`] or [`note_owner`] stores it.
     pid: AtomicI32,
-    /// Number of VMs that live in this process.
+    /// The number of VMs that live in this process.
     live_vms: AtomicUsize,
-    /// The tracepoints that this process records, a bit each.
+    /// The tracepoints that this process records, one bit for each.
     traced: AtomicU64,
 }
 
@@ -31,25 +32,26 @@ static WIPED: OwnPages<Wiped> = OwnPages(Wiped {
     traced: AtomicU64::new(0),
 });
 
-/// The highest generation so far. A forked child continues its parent's count.
+/// The highest generation so far. A forked child inherits this value and counts on.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Gives the kernel advice about [`WIPED`]. Returns whether the kernel accepts it.
+/// Passes `advice` about [`WIPED`] to madvise(2). Returns whether the kernel accepts the advice.
 fn advise(advice: i32) -> bool {
     let start = (&raw const WIPED).cast_mut().cast();
-    // SAFETY: the pages are our own, and contain only `WIPED`; their contents stay.
+    // SAFETY: the pages are slat's own, and contain only `WIPED`; the advice does not change their contents.
     unsafe { libc::madvise(start, size_of::<OwnPages<Wiped>>(), advice) == 0 }
 }
 
-/// Whether the kernel is an emulator that ignores advice (qemu-user 7.2): it accepts even advice that does not exist.
+/// Whether the kernel is an emulator that ignores advice (qemu-user 7.2). Such an emulator accepts even advice that
+/// does not exist.
 pub(crate) fn ignores_advice() -> bool {
     advise(-1)
 }
 
-/// Begins to watch for forks. Earlier forks are not noticed.
+/// Makes the kernel clear [`WIPED`] in the children of all later forks.
 fn watch() {
-    // This is not a `Once`, because a child that was forked during the work would wait for the `Once` for ever. The
-    // work may be done twice.
+    // This is not a `Once`: a child that is forked during the work would wait for the `Once` forever. So two threads
+    // may do the work, which does no harm.
     static WATCHING: AtomicBool = AtomicBool::new(false);
     extern "C" fn in_child() {
         WIPED.0.generation.store(0, Ordering::Relaxed);
@@ -60,26 +62,26 @@ fn watch() {
     if !WATCHING.load(Ordering::Acquire) {
         let is_wiped = !ignores_advice() && advise(libc::MADV_WIPEONFORK);
         if !is_wiped {
-            // Without MADV_WIPEONFORK, at least forks by the C library are noticed. SAFETY: the handler is
-            // async-signal-safe, because it only stores to atomics.
+            // Without MADV_WIPEONFORK, at least the C library's forks clear the words.
+            // SAFETY: the handler is async-signal-safe, because it only stores to atomics.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
         WATCHING.store(true, Ordering::Release);
     }
 }
 
-/// Returns the counter of VMs that live in this process, 0 in a forked child. One load.
+/// Returns the counter of VMs that live in this process. In a forked child, the counter is 0. Costs one load.
 pub fn live_vms() -> &'static AtomicUsize {
     &WIPED.0.live_vms
 }
 
-/// Returns the tracepoints that this process records, a bit each; none in a forked child.
+/// Returns the tracepoints that this process records, one bit for each. In a forked child, there are none.
 #[inline(always)]
 pub fn traced() -> &'static AtomicU64 {
     &WIPED.0.traced
 }
 
-/// Returns the id of the process that owns this memory. A child of `vfork` gets its parent's id.
+/// Returns the id of the process that owns this memory. In a child of `vfork`, that is the parent's id.
 pub fn owner() -> i32 {
     watch();
     match WIPED.0.pid.load(Ordering::Relaxed) {
@@ -92,9 +94,9 @@ pub fn owner() -> i32 {
     }
 }
 
-/// Stores the id of this process. Call in a child that the C library has just forked. Makes no system call if slat
-/// knows where the C library notes the id. The id is stored now because a `vfork` child of this child could not use
-/// that note later.
+/// Stores the id of this process for [`owner`]. Call in a child that the C library has just forked. If slat knows where
+/// the C library stores the id, makes no system call. The id is stored now because a `vfork` child of this child could
+/// not use the C library's id later.
 pub fn note_owner() {
     match noted_thread_id() {
         Some(id) => {
@@ -105,12 +107,12 @@ pub fn note_owner() {
     }
 }
 
-/// The process in which an object was made.
+/// The process in which an object was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);
 
 impl Birth {
-    /// Returns this process.
+    /// Returns the calling process.
     pub fn here() -> Self {
         watch();
         let known = WIPED.0.generation.load(Ordering::Acquire);
@@ -127,14 +129,14 @@ impl Birth {
         self.0
     }
 
-    /// Whether this is still the process in which the object was made.
+    /// Whether the calling process is the process in which the object was created.
     pub fn is_here(self) -> bool {
         self.0 == WIPED.0.generation.load(Ordering::Relaxed)
     }
 }
 
-/// A global of which every process has its own value. A forked child does not touch the inherited value, because
-/// threads that the child does not have may hold locks in it. It begins with a new value.
+/// A global variable of which every process has its own value. A forked child begins with a new value. It does not
+/// touch the inherited value, because threads that the child does not have may hold locks in it.
 #[derive(Debug)]
 pub struct PerProcess<T: 'static> {
     current: AtomicPtr<Held<T>>,
@@ -147,26 +149,26 @@ struct Held<T> {
 }
 
 impl<T: Default + Sync + 'static> PerProcess<T> {
-    /// Makes a global that is empty until the first use.
+    /// Makes a variable that is empty until the first use.
     pub const fn new() -> Self {
         PerProcess {
             current: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
 
-    /// Returns this process's value; `None` before the first use.
+    /// Returns this process's value. `None`: the value was not used yet.
     pub fn peek(&'static self) -> Option<&'static T> {
-        // SAFETY: once published, a value is never freed.
+        // SAFETY: a published value is never freed.
         let held = unsafe { self.current.load(Ordering::Acquire).as_ref()? };
         held.birth.is_here().then_some(&held.value)
     }
 
-    /// Returns this process's value, made at the first use.
+    /// Returns this process's value. The first use makes the value.
     pub fn get(&'static self) -> &'static T {
         self.get_or_start(|_| {})
     }
 
-    /// Like [`get`](Self::get), but calls `start` with a value that has just been made, on the thread that made it.
+    /// Like [`get`](Self::get). If this call makes the value, also calls `start` with it.
     pub fn get_or_start(&'static self, start: impl FnOnce(&'static T)) -> &'static T {
         if let Some(value) = self.peek() {
             return value;
@@ -188,7 +190,7 @@ impl<T: Default + Sync + 'static> PerProcess<T> {
                 value
             }
             Err(_) => {
-                // SAFETY: `new` was not published.
+                // SAFETY: `new` was not published, so this thread alone owns it.
                 drop(unsafe { Box::from_raw(new) });
                 self.get_or_start(start)
             }
@@ -230,7 +232,7 @@ mod tests {
             return eprintln!("skipped: this kernel does not wipe pages of forked children");
         }
         let (birth, parent) = (Birth::here(), owner());
-        // SAFETY: the child only reads atomics, and exits; it does not use the C library's state.
+        // SAFETY: the child only reads atomics, and exits. It does not use the C library's state.
         let status = unsafe {
             let child = crate::arch::calls::fork();
             if child == 0 {

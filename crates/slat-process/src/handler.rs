@@ -17,10 +17,9 @@ pub unsafe fn call_program(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
-    // SAFETY: `context` is the kernel's, of the code that the signal has interrupted, as this function's `# Safety`
-    // asks of its caller.
+    // SAFETY: `context` is the kernel's context of the interrupted code, as this function's `# Safety` requires.
     let sp = unsafe { context::sp(&*context.cast::<libc::ucontext_t>()) };
-    // SAFETY: `function` is a signal handler, and the arguments are the kernel's, as this function's `# Safety` asks of
-    // its caller.
+    // SAFETY: `function` is a signal handler, and the arguments are the kernel's, as this function's `# Safety`
+    // requires.
     stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
 }

@@ -1,8 +1,8 @@
-//! A thread that makes system calls for others.
+//! A thread that makes system calls for other threads.
 //!
-//! The thread is started before the program installs a seccomp filter, so no filter binds it. All threads of a process
-//! share memory and descriptors, so any thread can map memory, open a file or queue a signal for another. A thread that
-//! asks the helper only needs `futex`.
+//! The helper is started before the program installs a seccomp filter, so no filter applies to it. All threads of a
+//! process share memory and descriptors, so the helper can map memory, open a file or queue a signal for another
+//! thread. A thread that asks the helper needs only `futex` itself.
 //!
 //! # Concurrency
 //! A request is a group of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock
@@ -10,13 +10,14 @@
 //! helper holds no lock while it makes a call, and makes only calls that do not block.
 //!
 //! Each change of a request's state is a release, and the next owner of the request acquires it. So each owner sees the
-//! cells as the previous owner left them. Two more rules prevent a lost wake-up. The asking thread counts its post, and
-//! then reads whether the helper sleeps. The helper stores that it sleeps, and then reads the count. One of the two
-//! must see what the other has stored, so all four accesses are sequentially consistent. (`loom_tests`)
+//! cells as the previous owner left them. Two more rules prevent a lost wake-up. The asking thread increments the count
+//! of posts, and then reads whether the helper sleeps. The helper stores that it sleeps, and then reads the count. At
+//! least one of the two must see what the other has stored, so all four accesses are sequentially consistent
+//! (`loom_tests`).
 //!
-//! Two accesses besides these four need less. The helper acquires the count that it will compare, because it must find
-//! the posts that it has counted. The helper's note that it is awake again needs no order: a thread that reads the old
-//! value only wakes the helper in vain.
+//! Two other accesses need less. The helper reads the count once more, before it looks for posted requests; this is an
+//! acquire, because the helper must then find all requests that are counted. When the helper stores that it is awake,
+//! that store needs no order: a thread that reads the old value only wakes the helper in vain.
 
 use crate::enter::raw;
 use crate::forks::PerProcess;
@@ -31,7 +32,7 @@ const DONE: u32 = 3;
 /// The number of requests that can be open at a time.
 #[cfg(not(all(test, loom)))]
 const REQUESTS: usize = 64;
-/// In a model, there are more threads than requests.
+/// The number of requests in the loom model, which has more threads than requests.
 #[cfg(all(test, loom))]
 const REQUESTS: usize = 1;
 
@@ -42,8 +43,8 @@ struct Request {
     answer: Cell<isize>,
 }
 
-// SAFETY: the thread that has claimed the request owns both cells, except while the request is posted:
-// then the helper does.
+// SAFETY: the thread that has claimed the request owns both cells. While the request is posted, the helper owns them
+// instead.
 unsafe impl Sync for Request {}
 
 /// The helper thread's requests and state.
@@ -51,9 +52,9 @@ pub struct Helper {
     requests: [Request; REQUESTS],
     /// The number of requests posted so far.
     posts: AtomicU32,
-    /// Whether the helper sleeps, or is about to, and has to be woken.
+    /// Whether the helper sleeps or is about to sleep, so that a thread that posts a request has to wake it.
     sleeps: AtomicBool,
-    /// Whether the helper thread runs. The value does not depend on other memory, so it needs no order.
+    /// Whether the helper thread runs. No other data depends on this value, so accesses need no memory order.
     serves: AtomicBool,
 }
 
@@ -71,7 +72,7 @@ impl Default for Helper {
 static HELPER: PerProcess<Helper> = PerProcess::new();
 
 /// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns
-/// whether it succeeded. Returns when the helper serves requests.
+/// whether it succeeded. Returns after the helper has begun to serve requests.
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
@@ -99,7 +100,7 @@ impl Helper {
         while request.state.load(Ordering::Acquire) != DONE {
             sleep(&request.state, POSTED, None);
         }
-        // SAFETY: the request is done, so the cells are this thread's again.
+        // SAFETY: the request is done, so this thread owns the cells again.
         let answer = unsafe { request.answer.get() };
         request.state.store(FREE, Ordering::Release);
         answer
@@ -123,7 +124,7 @@ impl Helper {
         }
     }
 
-    /// Makes other threads' calls, for ever.
+    /// Makes other threads' calls, forever.
     pub fn serve(&self) -> ! {
         self.serves.store(true, Ordering::Relaxed);
         loop {
@@ -131,8 +132,8 @@ impl Helper {
         }
     }
 
-    /// Makes the system calls that other threads have posted. Then `may_sleep` gets their number, and says whether to
-    /// sleep until the next post.
+    /// Makes the system calls that other threads have posted. Then calls `may_sleep` with their number; if it returns
+    /// true, sleeps until the next post.
     fn serve_once(&self, may_sleep: impl FnOnce(usize) -> bool) {
         let posts = self.posts.load(Ordering::Acquire);
         if may_sleep(self.make_calls()) {
@@ -140,13 +141,13 @@ impl Helper {
         }
     }
 
-    /// Makes the system calls that other threads have posted. Returns their number.
+    /// Makes the system calls that other threads have posted. Returns the number of calls.
     fn make_calls(&self) -> usize {
         let mut made = 0;
         for request in &self.requests {
             if request.state.load(Ordering::Acquire) == POSTED {
-                // SAFETY: the request is posted, so only the helper uses its cells. The call is sound on any thread, as
-                // `make` asks of the thread that posted the request.
+                // SAFETY: the request is posted, so only the helper uses its cells. The thread that has posted the
+                // request may make the call on any thread, as `make` requires.
                 unsafe {
                     let (number, arguments) = request.call.get();
                     request.answer.set(raw(number, arguments));
@@ -217,7 +218,7 @@ mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;
 
-    /// Checks that each of `asking` threads gets the answer to its own call, and that neither an asking thread nor the
+    /// Checks that each of `asking` threads gets the result of its own call, and that no asking thread and not the
     /// helper sleeps forever.
     fn threads_get_their_answers(asking: usize, preemptions: Option<usize>) {
         let mut builder = loom::model::Builder::new();

@@ -8,8 +8,8 @@ use std::cell::Cell;
 use std::sync::atomic::{Ordering, compiler_fence};
 
 /// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`] and
-/// [`thread_id`], these ids are right even in a child of `vfork`, unless a filter forbids the calls that ask for them.
-/// Async-signal-safe.
+/// [`thread_id`], these ids are right even in a child of `vfork`, except if a filter forbids the system calls that
+/// return them. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
     if !is_allowed(Call::ProcessId) || !is_allowed(Call::ThreadId) {
         return (forks::owner(), thread_id());
@@ -21,10 +21,10 @@ pub fn myself() -> (libc::pid_t, libc::pid_t) {
     }
 }
 
-/// Checks whether the C library's note of a thread's id is where `noted_id` looks for it. Call on the first
-/// thread of the process.
+/// Checks whether the word at `noted_id` contains this thread's id, so that slat may use it. Call on the first thread
+/// of the process.
 pub fn find_noted_id() {
-    // SAFETY: the distance is within the thread's control block.
+    // SAFETY: the word is within the thread's control block.
     let note = || unsafe { (*noted_id()).load(Ordering::Relaxed) };
     if locate() && note() == forks::owner() as u32 {
         note_first();
@@ -33,13 +33,13 @@ pub fn find_noted_id() {
 
 /// Returns the kernel's id of this thread. Async-signal-safe.
 ///
-/// Makes one system call per thread. In a forked child, the thread's id differs from the id of the parent's thread, so
-/// the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
+/// Makes one system call per thread, and one more in a forked child, where the thread has another id. If a filter
+/// forbids the call, and slat knows where the C library stores the id, makes no call.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
-        // `ID` and `PROCESS` have neither an initialiser nor a destructor, because handlers read them.
+        // `ID` and `PROCESS` have neither an initialiser nor a destructor, because signal handlers read them.
         static ID: Cell<libc::pid_t> = const { Cell::new(0) };
-        /// The process for which `ID` is the thread's id; 0 if `ID` was not set yet.
+        /// The process (generation) for which `ID` is the thread's id. 0 if `ID` was not set yet.
         static PROCESS: Cell<u64> = const { Cell::new(0) };
     }
     let here = forks::Birth::here().number();
@@ -51,7 +51,7 @@ pub fn thread_id() -> libc::pid_t {
         // SAFETY: the call has no arguments.
         let ask = || unsafe { raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
         ID.set(noted.unwrap_or_else(ask));
-        // If a handler runs between the two stores, the handler asks for the id again.
+        // If a signal handler runs between the two stores, the handler asks the kernel for the id again.
         compiler_fence(Ordering::SeqCst);
         PROCESS.set(here);
     }
@@ -65,14 +65,14 @@ mod tests {
     #[test]
     fn each_threads_id_is_noted_where_slat_looks_for_it() {
         if !locate() {
-            // musl has no note that `locate` can find: the kernel clears another word there.
+            // With musl, `locate` finds no id, because the word that the kernel clears is a lock.
             if cfg!(not(target_env = "musl")) {
                 eprintln!("skipped: this kernel does not tell where the note is");
             }
             return;
         }
         let check = || {
-            // SAFETY: the note belongs to this thread, and its address is known.
+            // SAFETY: the word belongs to this thread, and its address is known.
             let noted = unsafe { (*noted_id()).load(Ordering::Relaxed) };
             assert_eq!(noted as libc::pid_t, thread_id());
         };

@@ -1,14 +1,14 @@
-//! The process in which slat runs. It belongs to the program, which may fork, and may forbid system
-//! calls to its own threads.
+//! The process in which slat runs. The process belongs to the program, which may fork, and may forbid its own threads
+//! to make system calls.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! | file | idea |
 //! |---|---|
-//! | [`forks`] | what belongs to one process and not to its forked children |
+//! | [`forks`] | state of one process, which its forked children do not share |
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
 //! | `list`, `enter` | the list of those calls; entering the kernel |
-//! | `ids`, `noted` | the kernel's ids of a thread and its process; the C library's note of a thread's id |
+//! | `ids`, `noted` | the kernel's ids of a thread and its process; where the C library stores the thread's id |
 //! | [`file_size`] | files that exceed the program's limit |
 //! | [`filter`] | what a seccomp filter decides about a call |
 //! | `helper` | a thread without a filter that makes system calls for others |
@@ -21,7 +21,7 @@
 //! | [`handler`](mod@handler) | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
-//! | `sync` | the atomics and sleeps of the helper's protocol; in its loom model, those of loom |
+//! | `sync` | the atomics and sleeps of the helper's protocol; in its loom model, loom's atomics |
 #![cfg(target_os = "linux")]
 
 mod arch;
@@ -48,12 +48,12 @@ pub use noted::first_noted_id;
 
 /// Reads this thread's `errno`. Async-signal-safe.
 pub fn errno() -> i32 {
-    // SAFETY: `errno` is a cell of this thread.
+    // SAFETY: `errno` is a variable of this thread.
     unsafe { *libc::__errno_location() }
 }
 
-/// Sets this thread's `errno`. Async-signal-safe, provided that a handler restores the value it found.
+/// Sets this thread's `errno`. Async-signal-safe if the signal handler restores the earlier value before it returns.
 pub fn set_errno(errno: i32) {
-    // SAFETY: `errno` is a cell of this thread.
+    // SAFETY: `errno` is a variable of this thread.
     unsafe { *libc::__errno_location() = errno };
 }

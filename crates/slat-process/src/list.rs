@@ -1,4 +1,5 @@
-//! The list of the system calls that slat makes on the program's threads, and which of them filters forbid.
+//! The list of the system calls that slat makes on the program's threads, and a bit for each that says whether a filter
+//! forbids it.
 
 use crate::arch::calls::{POLL, REMOVE, SYS_POLL, SYS_REMOVE};
 use libc::{
@@ -9,23 +10,23 @@ use libc::{
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The thread that makes a call which a filter forbids.
+/// The thread that makes a call if a filter forbids the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
-    /// The thread itself makes the call nevertheless: the program has to deal with the filter's decision.
+    /// The calling thread makes the call nevertheless, so the filter must allow the call.
     Nobody,
-    /// The helper thread.
+    /// The helper thread makes the call.
     Helper,
-    /// No thread: slat manages without the call.
+    /// No thread makes the call: slat works without it.
     Omitted,
 }
 
-/// A system call as a filter sees it.
+/// A system call, described as a filter sees it.
 #[derive(Debug)]
 pub struct Entry {
-    /// The call's name, with the arguments that matter.
+    /// The call's name, with the arguments that a filter may check.
     pub name: &'static str,
-    /// Its number.
+    /// The call's number.
     pub number: i64,
     /// Arguments with a fixed value: index and value.
     pub arguments: &'static [(usize, usize)],
@@ -41,7 +42,7 @@ macro_rules! calls {
         pub enum Call { $($(#[$doc])* $id),* }
 
         impl Call {
-            /// All calls in the list.
+            /// All calls in this list.
             pub const ALL: &[Call] = &[$(Call::$id),*];
 
             /// Returns the list's entry for the call.
@@ -76,15 +77,16 @@ calls! {
     WaitForLock: Nobody "futex (FUTEX_WAIT_BITSET_PRIVATE)", SYS_futex [1 = LOCK_WAIT];
     /// Wakes other threads.
     Wake: Nobody "futex (FUTEX_WAKE_PRIVATE)", SYS_futex [1 = WAKE];
-    /// Waits for a moment. Without it the thread spins.
+    /// Yields the processor. Without this call, the thread spins.
     Yield: Omitted "sched_yield", SYS_sched_yield;
-    /// Asks for the thread's id, once. Without it the C library's note of the id is used.
+    /// Asks for the thread's id, once. Without this call, slat uses the id that the C library has stored.
     ThreadId: Omitted "gettid", SYS_gettid;
-    /// Blocks and unblocks signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
+    /// Blocks and unblocks signals whose handlers are deferred until slat's own code ends, and signals that only
+    /// `KVM_RUN` blocks.
     SignalMask: Nobody "rt_sigprocmask", SYS_rt_sigprocmask;
     /// Ends a signal handler.
     SignalReturn: Nobody "rt_sigreturn", SYS_rt_sigreturn;
-    /// Sends a signal to a thread: a kick, or a deferred signal for later.
+    /// Sends a signal to a thread: slat's kick, or a deferred signal that has to arrive later.
     QueueSignal: Helper "rt_tgsigqueueinfo", SYS_rt_tgsigqueueinfo;
     /// Maps memory for slat itself.
     Map: Helper "mmap", SYS_mmap [2 = READ_WRITE, 3 = OWN_MEMORY];
@@ -96,7 +98,7 @@ calls! {
     Remap: Helper "mremap", SYS_mremap;
     /// Opens files below `/proc/self` and `/sys/kernel/mm`.
     Open: Helper "openat", SYS_openat;
-    /// Reads those files.
+    /// Reads files below `/proc/self` and `/sys/kernel/mm`.
     Read: Helper "pread64", SYS_pread64;
     /// Closes slat's own descriptors.
     Close: Helper "close", SYS_close;
@@ -106,7 +108,7 @@ calls! {
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
     /// Asks the kernel which mapping is at an address.
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
-    /// Asks whether an eventfd that blocks can count further: [`calls::is_ready`](crate::calls::is_ready).
+    /// Asks whether a write to a blocking eventfd would not block: [`calls::is_ready`](crate::calls::is_ready).
     Poll: Helper POLL, SYS_POLL;
     /// Reads an eventfd's count.
     ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
@@ -120,9 +122,9 @@ calls! {
     Random: Helper "getrandom", SYS_getrandom;
     /// Asks how long a thread has run, for guests that use Hyper-V's interface.
     ThreadTime: Helper "clock_gettime", SYS_clock_gettime;
-    /// Asks which pages are in memory. Without it nothing is prefetched.
+    /// Asks which pages are in memory. Without this call, slat prefetches nothing.
     Resident: Omitted "mincore", SYS_mincore;
-    /// Continues a wait that has a time limit. Without it there is no limit.
+    /// Continues a wait that has a time limit. Without this call, slat waits without a limit.
     RestartSyscall: Omitted "restart_syscall", SYS_restart_syscall;
     /// Asks whether the thread is in a child of `vfork`. Without this call, the thread counts as not being in such a
     /// child.
@@ -131,7 +133,7 @@ calls! {
 
 const _: () = assert!(Call::ALL.len() <= 64);
 
-/// The calls that any thread's filter, or Landlock, forbids: a bit each.
+/// The calls that the filter of any thread, or Landlock, forbids: one bit for each call.
 static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
 
 impl Call {
@@ -140,7 +142,7 @@ impl Call {
     }
 }
 
-/// Whether no announced filter forbids `call`. One load. Async-signal-safe.
+/// Whether no announced filter forbids `call`. Costs one load. Async-signal-safe.
 #[inline]
 pub fn is_allowed(call: Call) -> bool {
     FORBIDDEN.load(Ordering::Relaxed) & call.bit() == 0

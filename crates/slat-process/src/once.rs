@@ -1,10 +1,10 @@
 //! Work that is done once in a process, and that cannot make forked children hang.
 //!
-//! A child has one thread. Work that another thread of the parent was doing at the moment of the fork stays half done
-//! in the child, and a lock that it held stays locked. That holds for a `Mutex`, and also for a `OnceLock` or a `Once`
-//! during its first use. A fork may come at any moment, even by a system call that slat does not see. So the first use
-//! of a [`Prepared`] waits only for threads of this process, and the first use of a [`Computed`] waits only while one
-//! of these threads moves the value.
+//! A forked child has one thread. If another thread of the parent was doing work at the moment of the fork, that work
+//! stays half done in the child, and a lock that the other thread held stays locked. A `Mutex` has this problem, and so
+//! have a `OnceLock` and a `Once` during their first use. A fork may happen at any moment, even by a system call that
+//! slat does not see. So the first use of a [`Prepared`] waits only for threads of this process, and the first use of a
+//! [`Computed`] waits only while one of these threads moves the value.
 //!
 //! [`apart_from_forks`] is for the first use of foreign code that has locks of its own: it makes forks wait.
 
@@ -17,9 +17,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// A value that the first use computes, and that lasts. Threads that use it first at the same time may all
-/// compute it, and get the value that is ready first. The value is stored in the `Computed` itself, so a first
-/// use needs no heap memory.
+/// A value that the first use computes, and that never changes afterwards. Threads that use it first at the same time
+/// may all compute a value; all of them get the value that is ready first. The value is stored in the `Computed`
+/// itself, so a first use needs no heap memory.
 #[derive(Debug)]
 pub struct Computed<T: 'static> {
     /// Guards the move of a computed value into `value`.
@@ -28,7 +28,7 @@ pub struct Computed<T: 'static> {
 }
 
 // SAFETY: only the thread that does the work of `stored` writes `value`; other threads read `value` only after that
-// work is done. Threads share `&T`, and the value moves from one thread to others; both are allowed by T's bounds.
+// work is done. Threads share `&T`, and one thread makes the value that others use; T's bounds allow both.
 unsafe impl<T: Send + Sync + 'static> Sync for Computed<T> {}
 
 impl<T: Send + Sync + 'static> Computed<T> {
@@ -40,7 +40,7 @@ impl<T: Send + Sync + 'static> Computed<T> {
         }
     }
 
-    /// Returns the value.
+    /// Returns the value. The first use computes it.
     pub fn get_or_init(&'static self, compute: impl FnOnce() -> T) -> &'static T {
         self.get_or_init_then(compute, |_| {})
     }
@@ -57,8 +57,8 @@ impl<T: Send + Sync + 'static> Computed<T> {
             let store = || {
                 fastest = true;
                 // SAFETY: nothing else refers to the value: this thread alone does the work, and no thread reads the
-                // value before the work is done. If a thread of a forked child's parent was doing the work, that thread
-                // does not exist here.
+                // value before the work is done. In a forked child, a thread of the parent may have begun the work, but
+                // that thread does not exist in the child.
                 unsafe { (*self.value.get()).write(new) };
                 Ok(())
             };
@@ -70,10 +70,10 @@ impl<T: Send + Sync + 'static> Computed<T> {
         self.get()
     }
 
-    /// Returns the value that has been stored.
+    /// Returns the value, which a thread has already stored.
     fn get(&'static self) -> &'static T {
         assert!(self.stored.is_done());
-        // SAFETY: a value was stored, and is never written again.
+        // SAFETY: a value was stored, and is never changed.
         unsafe { (*self.value.get()).assume_init_ref() }
     }
 }
@@ -87,7 +87,7 @@ impl<T: Send + Sync + 'static> Default for Computed<T> {
 /// Work that is done at the first use, and whose effect lasts.
 #[derive(Debug)]
 pub struct Prepared {
-    /// 0 until the work begins; then the [`Birth`] of the process whose thread does the work; in the end
+    /// 0 before the work begins. Then the [`Birth`] of the process whose thread does the work. Finally
     /// [`DONE`](Self::DONE).
     state: AtomicU64,
 }
@@ -107,8 +107,9 @@ impl Prepared {
         self.state.load(Ordering::Acquire) == Self::DONE
     }
 
-    /// Does the work, unless it is done. Waits while another thread of this process does it. If a thread of a forked
-    /// child's parent had begun the work, the child does the work again, so half-done work must do no harm.
+    /// Does the work, unless it is done. Waits while another thread of this process does the work. In a forked child,
+    /// the parent's thread may have done only half of the work; the child then does the work again, so half-done work
+    /// must do no harm.
     ///
     /// # Errors
     /// The errors of `work`. The next use then tries the work again.
@@ -144,13 +145,14 @@ impl Default for Prepared {
 
 static APART: Mutex<()> = Mutex::new(());
 
-/// Makes announced forks of the program wait as long as the guard lives ([`apart_from_forks`]).
+/// Makes announced forks of the program (those that slat sees) wait as long as the guard lives ([`apart_from_forks`]).
 pub fn keep_forks_out() -> MutexGuard<'static, ()> {
     APART.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` while no thread forks by the C library. For foreign code that computes something once. `work` is short,
-/// and calls no code of the program. A thread that forks takes the same lock first ([`keep_forks_out`]).
+/// Runs `work` while no thread forks by the C library. `work` is foreign code that computes something once; it is
+/// short, and calls no code of the program. A thread that forks takes the same lock before the fork
+/// ([`keep_forks_out`]).
 pub fn apart_from_forks<R>(work: impl FnOnce() -> R) -> R {
     let _held = keep_forks_out();
     work()

@@ -1,36 +1,37 @@
-//! The stack on which slat serves a thread's dispatched system calls, and the part of it that is free.
+//! The stack on which slat serves a thread's dispatched system calls, and the free part of that stack.
 //!
 //! The program makes calls from three places:
 //!
-//! * The program calls from its own stack. Then no call is being served, and all of slat's stack is free. (It may hold
-//!   dead frames: a handler that leaves by longjmp gives up the call that it has interrupted.)
-//! * A handler on slat's stack calls. The handler has interrupted slat, and has no alternate stack. Then the memory
-//!   below the stack pointer is free.
-//! * A handler on the alternate stack calls. The handler may have interrupted slat, and its stack pointer does not show
-//!   where. So [`around_handler`] stores that address before it calls a handler of the program.
+//! * Code on the program's own stack makes a call. Then no call is being served, and all of slat's stack is free. (The
+//!   stack may hold dead frames, if a handler has left an interrupted call by longjmp.)
+//! * A signal handler that runs on slat's stack makes a call. The handler has interrupted slat, and has no alternate
+//!   stack. Then the memory below the stack pointer is free.
+//! * A signal handler on the alternate stack makes a call. The handler may have interrupted slat, and its stack pointer
+//!   does not show at which address of slat's stack. So [`around_handler`] stores that address before it calls a
+//!   handler of the program.
 
 pub use crate::arch::handler::RED_ZONE;
 use crate::pointers;
 
-/// Gives this thread a stack: the memory from `low` to `high`.
+/// Gives this thread a stack for slat: the memory from `low` to `high`.
 pub fn set(low: usize, high: usize) {
     pointers::set_stack(low, high);
     pointers::set_used_to(high);
 }
 
-/// Whether this thread has a stack of slat's.
+/// Whether this thread has a stack for slat.
 pub fn exists() -> bool {
     pointers::stack_ends().1 != 0
 }
 
-/// Whether an address is on this thread's stack.
+/// Whether an address is on this thread's stack for slat.
 pub fn contains(address: usize) -> bool {
     let (low, high) = pointers::stack_ends();
     (low..=high).contains(&address)
 }
 
-/// Returns the address below which the stack is free, for a call of the program. `sp` is the program's stack pointer;
-/// `on_alternate` tells whether it is on the alternate stack.
+/// Returns the address below which the stack is free, for a call of the program. `sp` is the program's stack pointer at
+/// the call; `on_alternate` tells whether `sp` is on the alternate stack.
 pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     match contains(sp) {
         true => sp - RED_ZONE,
@@ -39,12 +40,13 @@ pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     }
 }
 
-/// Records that the stack is in use down to `address`. Returns the address recorded before.
+/// Records `address` as the lowest address of the stack that is in use. Returns the address recorded before.
 pub fn set_used_to(address: usize) -> usize {
     pointers::set_used_to(address)
 }
 
-/// Runs a handler of the program, which has interrupted this thread with the stack pointer `sp`.
+/// Runs a signal handler of the program by calling `run`. The signal has interrupted this thread at the stack pointer
+/// `sp`.
 pub fn around_handler(sp: usize, run: impl FnOnce()) {
     if !contains(sp) {
         return run();
@@ -63,11 +65,11 @@ mod tests {
         assert!(!exists());
         set(0x1000, 0x9000);
         assert!(exists() && contains(0x1000) && !contains(0x9001));
-        // For a call from the program's own stack, the recorded address does not matter.
+        // For a call from the program's own stack, the recorded address has no effect.
         set_used_to(0x5000);
         assert_eq!(free_below(0x10_0000, false), 0x9000);
-        // A handler on the alternate stack has interrupted slat at 0x4000. Its own call to slat is
-        // interrupted at 0x3000.
+        // A handler on the alternate stack has interrupted slat at 0x4000, and calls slat. A second handler interrupts
+        // slat's work for that call at 0x3000.
         around_handler(0x4000, || {
             assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
             around_handler(0x3000, || {
@@ -76,11 +78,11 @@ mod tests {
             assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
         });
         assert_eq!(free_below(0x20_0000, true), 0x5000);
-        // A handler that has interrupted the program, and not slat, changes nothing.
+        // A handler that has interrupted the program, and not slat, does not change the recorded address.
         around_handler(0x10_0000, || {
             assert_eq!(free_below(0x20_0000, true), 0x5000)
         });
-        // The handler runs on this stack.
+        // The handler runs on slat's stack.
         assert_eq!(free_below(0x3800, false), 0x3800 - RED_ZONE);
     }
 }

@@ -1,6 +1,6 @@
-//! The parts of which the protocol of [`helper`](crate::helper) is made: the standard library's atomics and cells, and
-//! the kernel's sleeps. In this crate's own tests with `cfg(loom)`, they are the model checker's. (The models of other
-//! crates use this crate with the standard library's.)
+//! The atomics, cells and sleeps of the protocol of [`helper`](crate::helper). Normally these are the standard
+//! library's atomics and cells, and the kernel's sleeps. In this crate's own tests with `cfg(loom)`, they are loom's,
+//! for the model checker. (The models of other crates use this crate with the standard library's atomics.)
 
 #[cfg(all(test, loom))]
 pub(crate) use model::*;
@@ -12,7 +12,7 @@ mod plain {
     pub(crate) use crate::wait::{sleep, wake, yield_now};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// A cell without a lock. Its user needs a protocol that says which thread may use the value at which time.
+    /// A cell without a lock. A protocol must determine which thread may use the value at which time.
     #[derive(Default)]
     pub(crate) struct Cell<T>(std::cell::UnsafeCell<T>);
 
@@ -22,7 +22,7 @@ mod plain {
         /// # Safety
         /// - No thread writes the value at the same time.
         pub(crate) unsafe fn get(&self) -> T {
-            // SAFETY: no thread writes the value at the same time, as this function's `# Safety` asks of its caller.
+            // SAFETY: no thread writes the value at the same time, as this function's `# Safety` requires.
             unsafe { *self.0.get() }
         }
 
@@ -31,8 +31,7 @@ mod plain {
         /// # Safety
         /// - No other thread uses the value at the same time.
         pub(crate) unsafe fn set(&self, value: T) {
-            // SAFETY: no other thread uses the value at the same time, as this function's `# Safety` asks of its
-            // caller.
+            // SAFETY: no other thread uses the value at the same time, as this function's `# Safety` requires.
             unsafe { *self.0.get() = value };
         }
     }
@@ -47,7 +46,7 @@ mod model {
 
     pub(crate) use loom::thread::yield_now;
 
-    /// Like the plain cell, but loom reports a use that is concurrent with a change.
+    /// Like the plain cell, but loom reports concurrent use of the value.
     pub(crate) struct Cell<T>(loom::cell::UnsafeCell<T>);
 
     impl<T: Default> Default for Cell<T> {
@@ -71,27 +70,27 @@ mod model {
     }
 
     loom::thread_local! {
-        /// Whether a sequentially consistent store is the last one that a fence has to order before the next
-        /// sequentially consistent load.
+        /// Whether this thread's last sequentially consistent access was a store, so that a fence is needed before its
+        /// next sequentially consistent load.
         static STORED: std::cell::Cell<bool> = std::cell::Cell::new(false);
     }
 
-    /// Call before a sequentially consistent load.
+    /// Inserts the fence if it is needed. Call before a sequentially consistent load.
     fn before_load() {
         if STORED.with(|stored| stored.take()) {
             fence(Ordering::SeqCst);
         }
     }
 
-    /// Call after a sequentially consistent store.
+    /// Records the store. Call after a sequentially consistent store.
     fn after_store() {
         STORED.with(|stored| stored.set(true));
     }
 
-    /// Defines an atomic that differs from loom's in its sequentially consistent loads and stores, which loom takes for
-    /// acquiring and releasing ones. Here a fence is between such a store and the next such load of the thread. If
-    /// either access is weaker, there is no fence: then a thread may miss what another has stored, while the other
-    /// misses what this one has stored. Sequentially consistent operations that are not defined here are loom's.
+    /// Defines an atomic type with sequentially consistent loads and stores. loom treats such loads and stores only as
+    /// acquire and release. So these types add a fence between such a store and the thread's next such load. If either
+    /// access is weaker, no fence is added: then two threads may each miss the value that the other has stored, as on
+    /// hardware. Sequentially consistent operations that are not defined here are loom's.
     macro_rules! atomic {
         ($name:ident, $value:ty) => {
             #[derive(Default)]
@@ -146,11 +145,12 @@ mod model {
     }
 
     loom::lazy_static! {
-        /// A lock and a condition for all sleeping threads. They replace the lock that the kernel uses for futexes.
+        /// A lock and a condition variable for all sleeping threads. They model the lock that the kernel uses for
+        /// futexes.
         static ref SLEEPERS: (loom::sync::Mutex<()>, loom::sync::Condvar) = Default::default();
     }
 
-    /// Does what [`wait::sleep`](crate::wait::sleep) does: looks at the word and joins the sleepers as one step.
+    /// Models [`wait::sleep`](crate::wait::sleep): compares the word with `value` and joins the sleepers, in one step.
     pub(crate) fn sleep(word: &AtomicU32, value: u32, _longest: Option<Duration>) -> bool {
         let sleepers = SLEEPERS.0.lock().unwrap();
         if word.load(Ordering::Relaxed) == value {
@@ -159,7 +159,7 @@ mod model {
         false
     }
 
-    /// Does what [`wait::wake`](crate::wait::wake) does, but wakes the sleepers of all words.
+    /// Models [`wait::wake`](crate::wait::wake), but wakes the sleepers of all words.
     pub(crate) fn wake(_word: &AtomicU32) {
         let _sleepers = SLEEPERS.0.lock().unwrap();
         SLEEPERS.1.notify_all();

@@ -1,15 +1,15 @@
-//! Sleeping and waking, by the operations of `futex` that the standard library's locks also use.
+//! Sleeping and waking by the futex operations that the standard library's locks also use.
 
 use crate::enter::raw;
 use crate::list::{Call, is_allowed};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while `word` is `value`, for at most `longest` if that is given. Returns whether a signal handler has run
-/// meanwhile. Async-signal-safe.
+/// Sleeps while `word` is `value`, for at most `longest` if given. Returns whether a signal handler ran during the
+/// sleep. Async-signal-safe.
 ///
-/// With a time limit the kernel may continue by `restart_syscall` after the thread was stopped (SIGSTOP, a
-/// debugger, the freezer).
+/// If there is a time limit and the thread is stopped (SIGSTOP, a debugger, the freezer), the kernel may continue the
+/// sleep by the system call `restart_syscall`.
 pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
     let limit = longest.map(|longest| libc::timespec {
         tv_sec: longest.as_secs() as _,
@@ -42,11 +42,11 @@ pub fn wake(word: &AtomicU32) {
         0,
         0,
     ];
-    // SAFETY: the word is live and aligned; no thread need be sleeping.
+    // SAFETY: the word is live and aligned. It is no error if no thread sleeps.
     unsafe { raw(libc::SYS_futex, arguments) };
 }
 
-/// Sleeps for about `duration`. If a filter forbids a call that a time limit may need, only yields.
+/// Sleeps for about `duration`. If a filter forbids a system call that a sleep with a time limit needs, only yields.
 pub fn pause(duration: Duration) {
     match is_allowed(Call::RestartSyscall) {
         true => drop(sleep(&AtomicU32::new(0), 0, Some(duration))),
@@ -54,7 +54,7 @@ pub fn pause(duration: Duration) {
     }
 }
 
-/// Lets other threads run, without a system call that a filter forbids.
+/// Lets other threads run, but makes no system call that a filter forbids.
 pub fn yield_now() {
     const SPINS: u32 = 200;
     match is_allowed(Call::Yield) {

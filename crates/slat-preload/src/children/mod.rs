@@ -373,19 +373,19 @@ listed! {
 }
 
 unsafe extern "C-unwind" fn execute_listed(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the path and the words are valid for execve(2), as execl(3) asks of its caller.
+    // SAFETY: the path and the words are valid for execve(2), as execl(3) requires.
     unsafe { execute(path, words, environ) }
 }
 
 unsafe extern "C-unwind" fn find_listed(name: *const c_char, words: Words) -> c_int {
-    // SAFETY: the name and the words are valid for execve(2), as execlp(3) asks of its caller.
+    // SAFETY: the name and the words are valid for execve(2), as execlp(3) requires.
     unsafe { execute_found(name, words, environ) }
 }
 
 /// Implements execle. The environment follows the null after the words.
 unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the path and the words are valid for execve(2), and the environment follows the null, as execle(3) asks
-    // of its caller.
+    // SAFETY: the path and the words are valid for execve(2), and the environment follows the null, as execle(3)
+    // requires.
     unsafe {
         execute(
             path,

@@ -1,4 +1,4 @@
-//! The code that depends on the processor's architecture. The rest of the crate is neutral.
+//! The code that depends on the processor's architecture. The rest of the crate does not depend on it.
 //!
 //! Each architecture has a directory, and each directory has the same modules with the same functions. These modules
 //! import nothing from the rest of the crate.
@@ -9,9 +9,9 @@
 //! | `calls` | numbers and arguments of system calls that differ |
 //! | `context` | the registers of the code that a signal has interrupted |
 //! | `gate` | the instruction that enters the kernel |
-//! | `handler` | how the kernel calls a signal handler, and how that calls the program's |
+//! | `handler` | how the kernel calls slat's signal handlers, and how these call the program's handlers |
 //! | `memory` | the size of a page, and whole pages for a variable |
-//! | `noted` | where the C library notes a thread's id |
+//! | `noted` | where the C library stores a thread's id |
 //! | `pointers` | thread pointers |
 
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]

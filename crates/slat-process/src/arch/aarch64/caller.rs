@@ -1,16 +1,17 @@
-//! The processor state that slat's code needs and that a caller may have changed: the settings of floating-point
-//! computation. The kernel does not depend on them.
+//! The processor state that slat's code needs and that a program's code, which calls slat, may have changed: the
+//! settings of floating-point computation. The kernel does not depend on these settings.
 //!
 //! Compiled code expects that floating point is rounded to nearest, that denormal numbers are not flushed to zero, and
-//! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may have set FPCR
-//! differently when it calls those functions of the C library that do little but enter the kernel. So each function
-//! that replaces one of them does its work in [`with_own_floats`].
+//! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may call the C
+//! library's wrappers of system calls with another FPCR. So each function of slat that replaces such a wrapper does its
+//! work in [`with_own_floats`].
 //!
-//! The flags need no such care. The condition flags may have any value at a call, the kernel alone decides whether
-//! alignment is checked, and nothing else that a program can write in PSTATE changes the result of an instruction.
+//! The flags in PSTATE need no such care. The condition flags may have any value at a call, the kernel alone decides
+//! whether alignment is checked, and nothing else that a program can write in PSTATE changes the result of an
+//! instruction.
 //!
-//! In contrast to x86, the kernel calls signal handlers with the FPCR of the code that they interrupt, and restores it
-//! when they return. A handler that computes with floating point uses [`with_own_floats`], too.
+//! In contrast to x86, the kernel calls signal handlers with the FPCR of the code that they interrupt, and restores
+//! FPCR when they return. A handler that computes with floating point uses [`with_own_floats`], too.
 
 use std::arch::asm;
 
@@ -26,18 +27,19 @@ fn fpcr() -> u64 {
     value
 }
 
-/// Sets FPCR. Writing it is slow on some processors.
+/// Sets FPCR. On some processors, writing FPCR is slow.
 #[inline(always)]
 fn set_fpcr(value: u64) {
-    // SAFETY: the callers set what compiled code expects, or what their own caller has set.
+    // SAFETY: the callers set the value that compiled code expects, or the value that their own caller had set.
     unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
-/// Returns FPSR: the exceptions that have occurred.
+/// Returns FPSR: the floating-point exceptions that have occurred.
 #[inline(always)]
 fn fpsr() -> u64 {
     let value: u64;
-    // SAFETY: the instruction reads a register. Not `nomem`: the order to other floating point matters.
+    // SAFETY: the instruction reads a register. It is not `nomem`, so that its order relative to other floating-point
+    // instructions stays.
     unsafe { asm!("mrs {}, fpsr", out(reg) value, options(nostack, preserves_flags)) };
     value
 }
@@ -49,7 +51,8 @@ fn set_fpsr(value: u64) {
     unsafe { asm!("msr fpsr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
-/// The body of a function that runs `$inner`. On this architecture the flags need no care.
+/// The body of a function that runs `$inner`. On x86-64, this macro saves flags; on this architecture, there is nothing
+/// to save.
 #[macro_export]
 macro_rules! enter_function {
     ($inner:path) => {
@@ -59,8 +62,8 @@ macro_rules! enter_function {
 
 /// Runs `work` with floating point as slat's code expects it, and then restores the caller's settings.
 ///
-/// The function has nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave the
-/// function by siglongjmp.
+/// This function has no value with a destructor. So `work` may unwind through it by `pthread_exit`, and a signal
+/// handler of the program may leave it by siglongjmp.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let (control, status) = (fpcr(), fpsr());
@@ -81,7 +84,7 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 mod tests {
     use super::*;
 
-    /// Divides at run time, so that the compiler does not compute the quotient.
+    /// Divides at run time: the compiler cannot compute the quotient.
     fn quotient(a: f64, b: f64) -> f64 {
         let result: f64;
         // SAFETY: the instruction only computes a quotient.

@@ -1,4 +1,5 @@
-//! The instructions `svc #0` and `ret`. The kernel's registers are X8 (number) and X0 to X5; the result is in X0.
+//! The instructions `svc #0` and `ret`, by which slat makes a system call. The call's number is in X8, its arguments
+//! are in X0 to X5; the result is in X0.
 
 use std::arch::{asm, naked_asm};
 use std::sync::atomic::AtomicPtr;
@@ -6,17 +7,17 @@ use std::sync::atomic::AtomicPtr;
 /// The number of bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 4;
 
-/// The address of an instruction that enters the kernel (`svc #0`) followed by `ret`. Assembly calls it with the
-/// kernel's registers.
+/// The address of an instruction that enters the kernel (`svc #0`) followed by `ret`. Assembly calls this address with
+/// the system call's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
-/// Enters the kernel and returns.
+/// Enters the kernel, and returns. The registers are those of the system call.
 #[unsafe(naked)]
 pub unsafe extern "C" fn own() {
     naked_asm!("svc #0", "ret")
 }
 
-/// Like [`own`], at another address.
+/// Like [`own`], but at another address, by which seccomp filters recognise slat's own threads.
 #[unsafe(naked)]
 pub unsafe extern "C" fn exempted() {
     naked_asm!("svc #0", "ret")
@@ -30,10 +31,10 @@ pub unsafe extern "C" fn exempted() {
 #[inline]
 pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
-    // SAFETY: the two instructions are at `instructions`, and the caller may use and change what the call uses and
-    // changes, as this function's `# Safety` asks of its caller. The kernel changes X0 alone of the general registers,
-    // but of the vector registers it keeps only the low 128 bits (`Documentation/arch/arm64/sve.rst`). So all registers
-    // that a function may change count as changed; these include X30, which the branch changes.
+    // SAFETY: the two instructions are at `instructions`, and the caller may use and change all that the system call
+    // uses and changes, as this function's `# Safety` requires. Of the general registers, the kernel changes only X0.
+    // Of the vector registers, it keeps only the low 128 bits (`Documentation/arch/arm64/sve.rst`). So all registers
+    // that a called function may change are declared as changed. These include X30, which the branch changes.
     unsafe {
         asm!(
             "blr {instructions}",

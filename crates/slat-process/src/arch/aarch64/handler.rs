@@ -4,12 +4,13 @@ use super::pointers::{PROGRAMS, SEPARATE, find};
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// Bytes below a stack pointer in which a function may have data: none (AAPCS64, "The stack").
+/// The number of bytes below the stack pointer in which a function may have data (red zone): none (AAPCS64, "The
+/// stack").
 pub const RED_ZONE: usize = 0;
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding can pass through `$name`. The flags need no
-/// care.
+/// Defines `$name`, which the kernel calls as a signal handler. `$name` sets slat's thread pointer and calls `$inner`.
+/// If slat and the program share one thread pointer, `$name` only calls `$inner`, and unwinding can pass through
+/// `$name`. On this architecture, the flags need no care.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -43,7 +44,8 @@ macro_rules! handler {
     };
 }
 
-/// Calls `function` with the remaining arguments, on the program's thread pointer.
+/// Sets the program's thread pointer, and calls `function` with the other arguments. Afterwards sets slat's thread
+/// pointer again.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn call(
     function: usize,
@@ -92,7 +94,7 @@ mod tests {
     use std::arch::asm;
 
     handler! {
-        /// The entry of a signal handler that returns its stack pointer.
+        /// A signal handler for the test, which calls `inner`.
         entry calls inner
     }
 
@@ -103,8 +105,8 @@ mod tests {
         pointer
     }
 
-    /// Stands for slat's handler. Writes the thread pointer with which it runs to the second argument's address. Then
-    /// runs [`program`], which writes the thread pointer of the program to the third argument's address.
+    /// Takes the part of slat's handler. Stores the thread pointer with which it runs at the address in the second
+    /// argument. Then runs [`program`], which stores the program's thread pointer at the address in the third argument.
     unsafe extern "C-unwind" fn inner(
         signal: c_int,
         own: *mut libc::siginfo_t,
@@ -122,8 +124,8 @@ mod tests {
         }
     }
 
-    /// A handler of the program: stores the signal's number at the second argument, and the thread pointer at the
-    /// third.
+    /// A handler of the program: stores the signal's number at the address in the second argument, and the thread
+    /// pointer at the address in the third argument.
     unsafe extern "C" fn program(signal: c_int, number: *mut usize, to: *mut usize) {
         // SAFETY: the addresses are those of the test's words.
         unsafe {
@@ -136,12 +138,12 @@ mod tests {
     fn a_handler_runs_on_slats_pointer_and_the_programs_handler_on_its_own() {
         const PROGRAMS: usize = 0x7000;
         let slats = pointer();
-        // SAFETY: this thread runs on slat's pointer. Only the two handlers run on another.
+        // SAFETY: this thread runs on slat's thread pointer. Only the two handlers run on the program's thread pointer.
         unsafe { pointers::separate(0) };
         for before in [PROGRAMS, slats] {
             let (mut own, mut programs) = ([0usize; 2], 0usize);
             let after: usize;
-            // SAFETY: a call by the C ABI. The two functions that run on the program's pointer do not need it.
+            // SAFETY: a call by the C ABI. The two functions that run on the program's thread pointer do not use it.
             unsafe {
                 asm!(
                     "mrs x22, tpidr_el0",

@@ -1,8 +1,8 @@
-//! Pages. The kernel is built for pages of 4, 16 or 64 KiB.
+//! The page size, and variables in pages of their own. The kernel is built for pages of 4, 16 or 64 KiB.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Returns the bytes of a page of this process's memory. The kernel is asked once. Async-signal-safe.
+/// Returns the page size in bytes. Only the first call asks the kernel. Async-signal-safe.
 #[inline]
 pub fn page_size() -> usize {
     static SIZE: AtomicUsize = AtomicUsize::new(0);
@@ -17,7 +17,7 @@ pub fn page_size() -> usize {
     }
 }
 
-/// A variable in pages that contain nothing else, however large the pages are.
+/// A variable whose pages contain no other data, however large the pages are.
 #[repr(C, align(65536))]
 #[derive(Debug)]
 pub struct OwnPages<T>(pub T);

@@ -1,9 +1,9 @@
 //! Two thread pointers on one thread: the program's and slat's.
 //!
 //! A statically linked program brings its own C library. Its thread pointer (TPIDR_EL0) is not the one that slat's C
-//! library and the standard library need. Where such a program is loaded ([`separate`]), each entry from the program
-//! into slat sets the register to slat's pointer, and each exit sets it back. All of slat's code in between runs on
-//! slat's pointer. In other processes there is one pointer, which nothing changes.
+//! library and the standard library need. If such a program is loaded ([`separate`]), each entry from the program into
+//! slat sets the register to slat's pointer, and each exit sets the program's pointer again. In between, all of slat's
+//! code runs on slat's pointer. In other processes there is only one thread pointer, which slat does not change.
 //!
 //! A program writes the register by an instruction that slat does not see, and the processor has no second register in
 //! which slat could keep an address (X18 belongs to compiled code, TPIDRRO_EL0 to the kernel). So an entry asks the
@@ -28,17 +28,17 @@ pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct Thread {
-    /// The kernel's id; [`FREE`], or [`LEFT`].
+    /// The thread's id in the kernel, or [`FREE`], or [`LEFT`].
     id: AtomicU32,
-    /// Slat's thread pointer; 0: the thread has one pointer.
+    /// slat's thread pointer. 0 if the thread has only one thread pointer.
     slats: AtomicUsize,
-    /// The program's thread pointer, when slat's code runs.
+    /// The program's thread pointer, while slat's code runs.
     programs: AtomicUsize,
-    /// The ends of slat's stack ([`stack`](crate::stack)); 0: there is none.
+    /// The lower and upper end of slat's stack ([`stack`](crate::stack)). 0 if there is no such stack.
     stack: [AtomicUsize; 2],
-    /// The ends of the alternate stack that the program has given.
+    /// The lower and upper end of the program's alternate stack.
     alternate: [AtomicUsize; 2],
-    /// The address down to which slat's stack is in use when a handler runs on the alternate stack.
+    /// The lowest address of slat's stack that is in use, while a handler runs on the alternate stack.
     used_to: AtomicUsize,
 }
 
@@ -55,17 +55,17 @@ pub const USED_TO: usize = offset_of!(Thread, used_to);
 
 /// The id of an entry that no thread has had.
 const FREE: u32 = 0;
-/// The id of an entry whose thread has left. A search continues after such an entry.
+/// The id of an entry whose thread has called [`forget`]. A search of the table continues after such an entry.
 const LEFT: u32 = u32::MAX;
 
-/// The number of entries of the table of threads. A power of two, and more than a process has threads: a search ends at
-/// an entry that is free.
+/// The number of entries of the table of threads. A power of two. The table is larger than the number of threads of a
+/// process, so that every search reaches a free entry and ends.
 const COUNT: usize = 1 << 15;
-/// The entries' size, as a power of two.
+/// The base-2 logarithm of an entry's size.
 const SHIFT: u32 = size_of::<Thread>().trailing_zeros();
 const _: () = assert!(size_of::<Thread>() == 1 << SHIFT && COUNT.is_power_of_two());
 
-/// The threads. A thread's entry is the first free one at or after the index that is its id, modulo [`COUNT`].
+/// The table of threads. The entry of a new thread is the first free entry at or after the index `id` modulo [`COUNT`].
 static THREADS: [Thread; COUNT] = [const {
     Thread {
         id: AtomicU32::new(FREE),
@@ -78,7 +78,7 @@ static THREADS: [Thread; COUNT] = [const {
 }; COUNT];
 
 thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers use it.
+    // The variable has neither an initialiser nor a destructor, because signal handlers use it.
     /// This thread's entry, or null.
     static OWN: Cell<*const Thread> = const { Cell::new(null()) };
 }
@@ -89,7 +89,8 @@ fn own() -> Option<&'static Thread> {
     unsafe { OWN.get().as_ref() }
 }
 
-/// Returns this thread's id. In a child of fork, the C library's note may not be right yet.
+/// Returns this thread's id from the kernel. In a child of fork, the id that the C library has stored may not be right
+/// yet.
 fn id() -> u32 {
     // SAFETY: the gate refers to instructions that make a system call and return, and this call has no arguments.
     unsafe { call_at(GATE.load(Ordering::Relaxed), libc::SYS_gettid, [0; 6]) as u32 }
@@ -102,7 +103,7 @@ fn id() -> u32 {
 fn claim(id: u32) -> &'static Thread {
     for step in 0..COUNT - 1 {
         let entry = &THREADS[(id as usize + step) % COUNT];
-        // An entry with this id belongs to a thread that the kernel has ended.
+        // An entry that already has this id belongs to a dead thread, whose id the kernel has given to this thread.
         for unused in [FREE, LEFT, id] {
             let claimed =
                 (entry.id).compare_exchange(unused, id, Ordering::Relaxed, Ordering::Relaxed);
@@ -114,7 +115,7 @@ fn claim(id: u32) -> &'static Thread {
     panic!("more than {COUNT} threads");
 }
 
-/// Returns this thread's entry. The first call makes one. The thread must call [`forget`] before it ends.
+/// Returns this thread's entry. The first call claims an entry. The thread must call [`forget`] before it ends.
 fn own_or_new() -> &'static Thread {
     own().unwrap_or_else(|| {
         let entry = claim(id());
@@ -129,8 +130,8 @@ fn own_or_new() -> &'static Thread {
     })
 }
 
-/// Gives this thread's entry up: its id may soon be another thread's. Call with all signals blocked, when the thread
-/// does not run the program any more.
+/// Gives up this thread's entry, because the kernel may soon give its id to another thread. Call with all signals
+/// blocked, when the thread does not run the program any more.
 pub fn forget() {
     if let Some(own) = own() {
         OWN.set(null());
@@ -138,8 +139,8 @@ pub fn forget() {
     }
 }
 
-/// Call in a child of fork, before a signal arrives: the child's thread has another id than the parent's thread, and
-/// the parent's other threads do not exist in the child.
+/// Makes the table right for a child of fork: the child's thread has another id than the parent's thread, and the
+/// parent's other threads do not exist in the child. Call in the child before a signal arrives.
 pub fn after_fork() {
     let Some(parents) = own() else {
         return;
@@ -165,7 +166,7 @@ pub fn after_fork() {
     }
 }
 
-/// Stores the ends of slat's stack of this thread; 0 if there is none any more.
+/// Stores the ends of this thread's slat stack. Both are 0 if the thread has no such stack any more.
 pub(crate) fn set_stack(low: usize, high: usize) {
     let own = own_or_new();
     own.stack[0].store(low, Ordering::Relaxed);
@@ -175,7 +176,7 @@ pub(crate) fn set_stack(low: usize, high: usize) {
     }
 }
 
-/// Returns the ends of slat's stack of this thread; 0 if there is none.
+/// Returns the ends of this thread's slat stack. Both are 0 if the thread has no such stack.
 pub(crate) fn stack_ends() -> (usize, usize) {
     own().map_or((0, 0), |own| {
         let [low, high] = &own.stack;
@@ -183,12 +184,12 @@ pub(crate) fn stack_ends() -> (usize, usize) {
     })
 }
 
-/// Records that slat's stack is in use down to `address`. Returns the address recorded before.
+/// Records `address` as the lowest address of slat's stack that is in use. Returns the address recorded before.
 pub(crate) fn set_used_to(address: usize) -> usize {
     own().map_or(0, |own| own.used_to.swap(address, Ordering::Relaxed))
 }
 
-/// Returns the address down to which slat's stack is in use.
+/// Returns the lowest address of slat's stack that is in use.
 pub(crate) fn used_to() -> usize {
     own().map_or(0, |own| own.used_to.load(Ordering::Relaxed))
 }
@@ -210,13 +211,13 @@ pub fn are_separate() -> bool {
     SEPARATE.load(Ordering::Relaxed)
 }
 
-/// Whether a program with a thread pointer of its own can run. It can on all processors of this architecture.
+/// Whether a program can run with its own thread pointer. On this architecture, always true.
 pub fn can_be_separate() -> bool {
     true
 }
 
-/// Gives this thread a pointer of the program's, `programs`, besides slat's. The program runs on it from now on. After
-/// the first call, all threads that run the program need one.
+/// Gives this thread a second thread pointer, `programs`, on which the program runs from now on. After the first call,
+/// all threads that run the program need such a pointer.
 ///
 /// # Safety
 /// - The thread runs on slat's pointer.
@@ -230,27 +231,28 @@ pub unsafe fn separate(programs: usize) {
     SEPARATE.store(true, Ordering::Relaxed);
 }
 
-/// Prepares a thread of slat's own, after the first call of [`separate`]. Such a thread needs nothing: an entry on a
-/// thread that is not in the table keeps the pointer.
+/// Prepares a thread of slat's own. Call after the first call of [`separate`]. On this architecture there is nothing to
+/// do, because an entry into slat does not change the thread pointer of a thread that is not in the table.
 ///
 /// # Safety
 /// - The thread runs on slat's pointer.
 pub unsafe fn separate_own() {}
 
-/// Returns the program's pointer on this thread.
+/// Returns this thread's program thread pointer.
 pub fn programs() -> usize {
     own().map_or(0, |own| own.programs.load(Ordering::Relaxed))
 }
 
-/// Changes the program's pointer on this thread.
+/// Changes this thread's program thread pointer.
 pub fn set_programs(pointer: usize) {
     if let Some(own) = own() {
         own.programs.store(pointer, Ordering::Relaxed);
     }
 }
 
-/// Returns, in X0, this thread's [`Thread`], or 0. Runs on either pointer. Changes X8 to X11, X17, X30 and the
-/// condition flags. Changes no other register, because an entry calls this function before it has saved more registers.
+/// Returns, in X0, this thread's [`Thread`], or 0. May be called on either thread pointer. Changes X8 to X11, X17, X30
+/// and the condition flags. Changes no other register, because an entry calls this function before it has saved more
+/// registers.
 #[unsafe(naked)]
 pub extern "C" fn find() -> *const Thread {
     naked_asm!(
@@ -286,8 +288,8 @@ pub extern "C" fn find() -> *const Thread {
     )
 }
 
-/// Sets the thread pointer to slat's, and stores the program's. Returns the pointer that was set before. Runs on either
-/// pointer. A thread that runs slat's code only, and so has no entry, keeps its pointer.
+/// Sets the thread pointer to slat's, and stores the program's. Returns the thread pointer before the call, which may
+/// be either. On a thread that runs only slat's code, and so has no entry, does not change the thread pointer.
 ///
 /// # Safety
 /// - The caller expects slat's pointer afterwards.
@@ -327,10 +329,11 @@ mod tests {
     }
 
     /// Sets the thread pointer to `programs`, and calls [`enter`] and [`find`]. Returns the result of `enter`, the
-    /// pointer that `enter` has set, and the result of `find` on the program's pointer. Then sets slat's pointer again.
+    /// pointer that `enter` has set, and the result of a `find` on the program's pointer. Before the return, sets
+    /// slat's pointer again.
     fn entered(programs: usize) -> [usize; 3] {
         let (before, during, found): (usize, usize, usize);
-        // SAFETY: nothing but the two functions runs on the other pointer.
+        // SAFETY: only these two functions run on the program's thread pointer.
         unsafe {
             asm!(
                 "mrs x22, tpidr_el0",
@@ -355,7 +358,7 @@ mod tests {
 
     #[test]
     fn an_entry_finds_slats_pointer_by_the_threads_id() {
-        // A thread without a `Thread` keeps its pointer.
+        // On a thread without a `Thread`, `enter` does not change the pointer.
         let slats = pointer();
         assert_eq!(entered(0x1000), [0x1000, 0x1000, 0]);
         assert_eq!(programs(), 0);
@@ -363,10 +366,10 @@ mod tests {
         own_or_new().slats.store(slats, Ordering::Relaxed);
         set_programs(0x2000);
         assert_eq!(programs(), 0x2000);
-        // The program has changed its pointer since the last entry.
+        // `enter` stores a pointer that the program has changed since the last entry.
         assert_eq!(entered(0x3000), [0x3000, slats, entry]);
         assert_eq!(programs(), 0x3000);
-        // An entry from slat's own code changes nothing.
+        // `enter` on slat's pointer changes nothing.
         assert_eq!(entered(slats), [slats, slats, entry]);
         assert_eq!(programs(), 0x3000);
         forget();
@@ -398,7 +401,7 @@ mod tests {
     fn a_child_is_found_by_its_own_id() {
         set_stack(0x1000, 0x9000);
         set_programs(0x4000);
-        // SAFETY: the child ends without the C library's help.
+        // SAFETY: the child ends without calling the C library.
         unsafe {
             let child = super::super::calls::fork();
             if child == 0 {

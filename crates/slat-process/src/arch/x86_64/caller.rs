@@ -1,38 +1,39 @@
-//! The processor state that slat's code needs and that a caller may have changed: flags, and the settings of
-//! floating-point computation. The kernel does not depend on them.
+//! The processor state that slat's code needs and that a program's code, which calls slat, may have changed: flags, and
+//! the settings of floating-point computation. The kernel does not depend on this state.
 //!
-//! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after
-//! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
-//! AMD64 supplement, "Registers"). A program may have set all of this differently when it calls those functions of the
-//! C library that do little but enter the kernel. So each function that replaces one of them begins with
+//! Compiled code expects that alignment is not checked (AC), that string instructions go upwards (DF), that nothing
+//! traps after each instruction (TF), that floating point is rounded to nearest, and that floating-point exceptions are
+//! masked (System V ABI, AMD64 supplement, "Registers"). A program may call the C library's wrappers of system calls
+//! with other values of all of these. So each function of slat that replaces such a wrapper begins with
 //! [`enter_function!`](crate::enter_function), before any compiled code, and does its work in [`with_own_floats`]. At
 //! that time the registers of the x87 unit are empty, as at each function call.
 //!
-//! Other entries into slat have less to do. The kernel calls signal handlers with DF and TF clear and with fresh
-//! floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was rewritten saves
-//! all state itself.
+//! Other entries into slat have less to do. The kernel calls signal handlers with DF and TF clear and with the
+//! floating-point state of a new process, but with the program's AC. So handlers only clear AC
+//! ([`own_flags!`](crate::own_flags)). The entry from a rewritten call site saves all state itself.
 
 use std::arch::asm;
 
-/// The flag NT in RFLAGS.
+/// The flag NT (nested task) in RFLAGS.
 pub const NESTED_TASK: u64 = 1 << 14;
-/// The flag ID in RFLAGS.
+/// The flag ID (identification) in RFLAGS.
 pub const IDENTIFICATION: u64 = 1 << 21;
 
-/// The flags that a system call keeps, and that compiled code changes or expects to be clear: TF, DF, NT, AC and ID.
+/// The flags that a system call preserves, but that compiled code changes or expects to be clear: TF, DF, NT, AC and
+/// ID.
 pub const FLAGS: u64 = 1 << 8 | 1 << 10 | NESTED_TASK | 1 << 18 | IDENTIFICATION;
 
 /// MXCSR of a new process: rounds to nearest, all exceptions are masked.
 pub static MXCSR: u32 = 0x1f80;
-/// The exceptions that have occurred, in MXCSR and in the x87 status word.
+/// The bits of the floating-point exceptions that have occurred, in MXCSR and in the x87 status word.
 const OCCURRED: u32 = 0x3f;
 /// The x87 control word of a new process.
 pub const X87_CONTROL: u16 = 0x37f;
 
-/// Assembly of a function whose operand `inner` does its work. Calls `inner` with all of [`FLAGS`] (the operand
-/// `flags`) clear, and restores the flags. If the flags are already clear, which is usual, the assembly jumps to
-/// `inner` instead. `inner` may have six arguments in registers, and a seventh on the stack. Unwinding can pass through
-/// this frame.
+/// The assembly of a function that calls the operand `inner` to do its work. Clears all of [`FLAGS`] (the operand
+/// `flags`), calls `inner`, and restores the flags. If the flags are already clear, which is usual, the assembly jumps
+/// to `inner` instead. `inner` may have six arguments in registers, and a seventh on the stack. Unwinding can pass
+/// through this frame.
 #[macro_export]
 macro_rules! with_own_flags {
     () => {
@@ -74,8 +75,8 @@ macro_rules! enter_function {
     };
 }
 
-/// Assembly at the start of a signal handler: clears AC, because the kernel does not change the program's value of AC.
-/// The arithmetic flags are lost.
+/// The assembly at the start of a signal handler. Clears AC, because the kernel does not clear the program's AC for a
+/// handler. Destroys the arithmetic flags.
 #[macro_export]
 macro_rules! own_flags {
     () => {
@@ -86,14 +87,15 @@ macro_rules! own_flags {
 /// A caller's floating-point state.
 struct Kept {
     mxcsr: u32,
-    /// The environment of the x87 unit (FNSTENV), if it is not that of a new process.
+    /// The environment of the x87 unit (FNSTENV), if it differs from that of a new process.
     x87: Option<[u32; 7]>,
 }
 
 /// Runs `work` with floating point as slat's code expects it, and then restores the caller's settings.
 ///
-/// The function has nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave the
-/// function by siglongjmp; the kernel has called that handler with fresh floating point.
+/// This function has no value with a destructor. So `work` may unwind through it by `pthread_exit`, and a signal
+/// handler of the program may leave it by siglongjmp. The kernel has called that handler with the floating-point state
+/// of a new process.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let kept = Kept::replace();
@@ -103,8 +105,8 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 }
 
 impl Kept {
-    /// Saves the caller's floating-point state, and loads slat's state. If the two are equal, which is usual, loads
-    /// nothing.
+    /// Saves the caller's floating-point state, and loads slat's state. If the two states are equal, which is usual,
+    /// loads nothing.
     #[inline(always)]
     fn replace() -> Self {
         let status: u16;
@@ -139,11 +141,11 @@ impl Kept {
         // SAFETY: the instruction stores to a local variable.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mxcsr, options(nostack)) };
         if mxcsr != self.mxcsr {
-            // SAFETY: the caller had this value in MXCSR.
+            // SAFETY: MXCSR had this value when the caller called slat.
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
         }
         if let Some(environment) = &self.x87 {
-            // SAFETY: the caller had this environment; the registers stay empty.
+            // SAFETY: the caller had this environment, and the x87 registers stay empty.
             unsafe { asm!("fldenv [{}]", in(reg) environment, options(nostack)) };
         }
     }
@@ -153,7 +155,7 @@ impl Kept {
 #[cold]
 fn replace_x87() -> [u32; 7] {
     let mut environment = [0u32; 7];
-    // SAFETY: stores the 28 bytes of the environment, with the control word as it was; afterwards the unit has the
+    // SAFETY: the code stores the 28 bytes of the environment, including the control word. Afterwards the unit has the
     // state that compiled code expects.
     unsafe {
         asm!("fnstenv [{}]", "fninit", in(reg) &raw mut environment, out("st(0)") _, out("st(1)") _, out("st(2)") _,
@@ -171,7 +173,8 @@ mod tests {
     fn state() -> [u64; 4] {
         let flags: u64;
         let (mut mxcsr, mut x87) = (0u32, [0u32; 7]);
-        // SAFETY: stores state, and loads the x87 environment that was stored.
+        // SAFETY: the code stores state. FNSTENV masks the x87 exceptions, so the code loads the stored environment
+        // again.
         unsafe {
             asm!("pushfq", "pop {}", "stmxcsr [{}]", "fnstenv [{x87}]", "fldenv [{x87}]", out(reg) flags,
                 in(reg) &raw mut mxcsr, x87 = in(reg) &raw mut x87);
@@ -209,7 +212,7 @@ mod tests {
         naked_asm!(with_own_flags!(), inner = sym inner, flags = const FLAGS)
     }
 
-    /// The state that a caller sets, and the state that it finds afterwards. Assembly uses the offsets.
+    /// The processor state that a caller sets before a call, or finds after it. Assembly uses the offsets.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq)]
     struct Set {
@@ -218,7 +221,8 @@ mod tests {
         x87: u16,
     }
 
-    /// Calls [`outer`] with the state `set`. Returns its result, and the state afterwards.
+    /// Calls [`outer`] with the processor state `set`. Returns the result of `outer`, and the processor state
+    /// afterwards.
     fn call(found: &mut Found, set: Set) -> (u64, Set) {
         let own = Set {
             flags: 2,
@@ -227,8 +231,8 @@ mod tests {
         };
         let mut sets = [set, own];
         let result;
-        // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the
-        // state only `outer` runs.
+        // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Only `outer` runs while the state
+        // is changed.
         unsafe {
             asm!(
                 "mov r12, rsp", "and rsp, -16", "sub rsp, 8", "push 7",

@@ -1,6 +1,6 @@
 //! System calls whose numbers or arguments differ from other architectures.
 
-/// The kernel's name for this architecture's calls in a filter's input: AUDIT_ARCH_X86_64.
+/// AUDIT_ARCH_X86_64: the value by which a seccomp filter recognises this architecture's calls.
 pub const AUDIT_ARCH: u32 = 0xc000_003e;
 
 /// The call that asks whether descriptors are ready.
@@ -29,6 +29,6 @@ pub fn remove(path: &std::ffi::CStr) -> [usize; 6] {
 /// The child does not use state of the C library.
 #[cfg(test)]
 pub unsafe fn fork() -> libc::pid_t {
-    // SAFETY: the child uses no state of the C library, as this function's `# Safety` asks of its caller.
+    // SAFETY: the child uses no state of the C library, as this function's `# Safety` requires.
     unsafe { libc::syscall(libc::SYS_fork) as libc::pid_t }
 }

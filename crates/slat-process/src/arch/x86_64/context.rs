@@ -1,4 +1,4 @@
-//! The registers of the code that a signal has interrupted, in the context that the kernel gives a handler.
+//! The registers of the code that a signal has interrupted, in the `ucontext_t` that the kernel passes to a handler.
 
 use libc::ucontext_t;
 
@@ -7,12 +7,12 @@ pub fn ip(context: &ucontext_t) -> usize {
     context.uc_mcontext.gregs[libc::REG_RIP as usize] as usize
 }
 
-/// Makes the code continue at `address`.
+/// Sets the address at which the interrupted code continues.
 pub fn set_ip(context: &mut ucontext_t, address: usize) {
     context.uc_mcontext.gregs[libc::REG_RIP as usize] = address as i64;
 }
 
-/// Returns the stack pointer.
+/// Returns the interrupted code's stack pointer.
 pub fn sp(context: &ucontext_t) -> usize {
     context.uc_mcontext.gregs[libc::REG_RSP as usize] as usize
 }

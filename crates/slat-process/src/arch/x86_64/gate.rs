@@ -1,5 +1,5 @@
-//! The instructions `syscall` and `ret`. The kernel's registers are RAX (number, and result), RDI, RSI, RDX, R10, R8
-//! and R9; it clobbers RCX and R11.
+//! The instructions `syscall` and `ret`, by which slat makes a system call. The call's number is in RAX, its arguments
+//! are in RDI, RSI, RDX, R10, R8 and R9; the result is in RAX. The kernel overwrites RCX and R11.
 
 use std::arch::{asm, naked_asm};
 use std::sync::atomic::AtomicPtr;
@@ -7,17 +7,17 @@ use std::sync::atomic::AtomicPtr;
 /// The number of bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 2;
 
-/// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls it with the
-/// kernel's registers.
+/// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls this address with
+/// the system call's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
-/// Enters the kernel and returns.
+/// Enters the kernel, and returns. The registers are those of the system call.
 #[unsafe(naked)]
 pub unsafe extern "C" fn own() {
     naked_asm!("syscall", "ret")
 }
 
-/// Like [`own`], at another address.
+/// Like [`own`], but at another address, by which seccomp filters recognise slat's own threads.
 #[unsafe(naked)]
 pub unsafe extern "C" fn exempted() {
     naked_asm!("syscall", "ret")
@@ -31,8 +31,8 @@ pub unsafe extern "C" fn exempted() {
 #[inline]
 pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
-    // SAFETY: the two instructions are at `instructions`, and the caller may use and change what the call uses and
-    // changes, as this function's `# Safety` asks of its caller. The kernel clobbers only RCX and R11.
+    // SAFETY: the two instructions are at `instructions`, and the caller may use and change all that the system call
+    // uses and changes, as this function's `# Safety` requires. The kernel overwrites only RCX and R11.
     unsafe {
         asm!(
             "call {instructions}",

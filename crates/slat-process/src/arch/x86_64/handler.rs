@@ -5,15 +5,15 @@ use crate::to_programs_pointer;
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// The number of bytes below a stack pointer in which a function may have data (System V ABI, AMD64 supplement, "The
-/// Stack Frame").
+/// The number of bytes below the stack pointer in which a function may have data (red zone; System V ABI, AMD64
+/// supplement, "The Stack Frame").
 pub const RED_ZONE: usize = 128;
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding can pass through `$name`. Clears the
-/// program's flag AC ([`caller`](crate::caller)). Aligns the stack: qemu-user before 8.1 calls handlers with the stack
-/// pointer of code that has made no call yet. To align the stack, pushes the address of a `ret` as one more return
-/// address.
+/// Defines `$name`, which the kernel calls as a signal handler. `$name` sets slat's thread pointer and calls `$inner`.
+/// If slat and the program share one thread pointer, `$name` only calls `$inner`, and unwinding can pass through
+/// `$name`. Clears the program's flag AC ([`caller`](crate::caller)). Aligns the stack, because qemu-user before 8.1
+/// calls handlers with a stack pointer that is aligned as before a call, not as at a function's first instruction. To
+/// align the stack, pushes the address of a `ret` as one more return address.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -46,7 +46,8 @@ macro_rules! handler {
     };
 }
 
-/// Calls `function` with the remaining arguments, on the program's thread pointer.
+/// Sets the program's thread pointer, and calls `function` with the other arguments. Afterwards sets slat's thread
+/// pointer again.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn call(
     function: usize,
@@ -79,7 +80,7 @@ mod tests {
     use std::arch::{asm, naked_asm};
 
     handler! {
-        /// The entry of a signal handler that returns its stack pointer.
+        /// A signal handler for the test, which returns its stack pointer.
         entry calls stack_pointer
     }
 
@@ -93,8 +94,7 @@ mod tests {
     fn a_handler_has_an_aligned_stack_however_it_is_called() {
         for moved in [0usize, 8] {
             let seen: usize;
-            // SAFETY: both functions change only RAX and memory below the stack pointer, which has its old value
-            // afterwards.
+            // SAFETY: both functions change only RAX and memory below the stack pointer, and restore the stack pointer.
             unsafe {
                 asm!(
                     "mov r12, rsp",

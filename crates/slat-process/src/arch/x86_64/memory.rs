@@ -1,12 +1,12 @@
-//! The size of pages, and variables in pages of their own.
+//! The page size, and variables in pages of their own.
 
-/// Returns the bytes of a page of this process's memory.
+/// Returns the page size in bytes.
 #[inline(always)]
 pub const fn page_size() -> usize {
     4096
 }
 
-/// A variable in pages that contain nothing else.
+/// A variable whose pages contain no other data.
 #[repr(C, align(4096))]
 #[derive(Debug)]
 pub struct OwnPages<T>(pub T);

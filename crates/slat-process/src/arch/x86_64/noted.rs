@@ -1,18 +1,18 @@
-//! The place where the C library notes a thread's id: glibc uses `tid` of its `struct pthread`.
+//! The word in which the C library stores a thread's id: in glibc, `tid` of `struct pthread`.
 
 use std::sync::atomic::AtomicU32;
 
-/// Call before the first [`noted_id`]. Returns whether that may be called.
+/// Returns whether [`noted_id`] may be called. Call before the first [`noted_id`].
 pub fn locate() -> bool {
     true
 }
 
-/// Returns the address at which the C library has stored this thread's id.
+/// Returns the address of the word in which the C library stores this thread's id.
 pub fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
     let block: *mut u8;
-    // SAFETY: the FS base of every thread is the address of its thread control block, which begins with its own
-    // address.
+    // SAFETY: the FS base of every thread is the address of its thread control block. The first word of the block is
+    // the block's own address.
     unsafe {
         std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
     }

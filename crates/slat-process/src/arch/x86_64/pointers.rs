@@ -1,10 +1,10 @@
 //! Two thread pointers on one thread: the program's and slat's.
 //!
 //! A statically linked program brings its own C library. Its thread pointer (the base of FS) is not the one that slat's
-//! C library and the standard library need. Where such a program is loaded ([`separate`]), each entry from the program
-//! into slat sets FS to slat's pointer, and each exit sets it back. All of slat's code in between runs on slat's
-//! pointer. The base of GS, which C libraries do not use, points to both. In other processes there is one pointer,
-//! which nothing changes.
+//! C library and the standard library need. If such a program is loaded ([`separate`]), each entry from the program
+//! into slat sets FS to slat's pointer, and each exit sets the program's pointer again. In between, all of slat's code
+//! runs on slat's pointer. The base of GS, which C libraries do not use, points to a struct with both pointers. In
+//! other processes there is only one thread pointer, which slat does not change.
 //!
 //! Entries are the handlers that the kernel calls ([`handler!`](crate::handler!)). Exits are their returns, and
 //! [`call_program`](crate::handler::call_program), by which a handler calls a handler of the program.
@@ -17,16 +17,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether the program's thread pointer differs from slat's. Assembly reads it.
 pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 
-/// Both pointers of a thread, and the ends of its other stacks. Assembly finds this struct at the base of GS.
+/// Both thread pointers of a thread, and the ends of slat's stack and of the alternate stack. Assembly finds this
+/// struct at the base of GS.
 #[repr(C)]
 struct Pointers {
     slats: Cell<usize>,
     programs: Cell<usize>,
-    /// The ends of slat's stack ([`stack`](crate::stack)); both are 0 if there is no such stack.
+    /// The lower and upper end of slat's stack ([`stack`](crate::stack)). Both are 0 if there is no such stack.
     stack: [Cell<usize>; 2],
-    /// The ends of the alternate stack that the program has given.
+    /// The lower and upper end of the program's alternate stack.
     alternate: [Cell<usize>; 2],
-    /// The address down to which slat's stack is in use when a handler runs on the alternate stack.
+    /// The lowest address of slat's stack that is in use, while a handler runs on the alternate stack.
     used_to: Cell<usize>,
 }
 
@@ -40,7 +41,7 @@ pub const ALTERNATE_LOW: usize = offset_of!(Pointers, alternate);
 pub const ALTERNATE_HIGH: usize = ALTERNATE_LOW + size_of::<usize>();
 
 thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers use it.
+    // The variable has neither an initialiser nor a destructor, because signal handlers use it.
     static POINTERS: Pointers = const {
         Pointers {
             slats: Cell::new(0),
@@ -52,7 +53,7 @@ thread_local! {
     };
 }
 
-/// Stores the ends of slat's stack of this thread.
+/// Stores the ends of this thread's slat stack.
 pub(crate) fn set_stack(low: usize, high: usize) {
     POINTERS.with(|pointers| {
         pointers.stack[0].set(low);
@@ -60,17 +61,17 @@ pub(crate) fn set_stack(low: usize, high: usize) {
     });
 }
 
-/// Returns the ends of slat's stack of this thread; 0 if there is none.
+/// Returns the ends of this thread's slat stack. Both are 0 if the thread has no such stack.
 pub(crate) fn stack_ends() -> (usize, usize) {
     POINTERS.with(|pointers| (pointers.stack[0].get(), pointers.stack[1].get()))
 }
 
-/// Records that slat's stack is in use down to `address`. Returns the address recorded before.
+/// Records `address` as the lowest address of slat's stack that is in use. Returns the address recorded before.
 pub(crate) fn set_used_to(address: usize) -> usize {
     POINTERS.with(|pointers| pointers.used_to.replace(address))
 }
 
-/// Returns the address down to which slat's stack is in use.
+/// Returns the lowest address of slat's stack that is in use.
 pub(crate) fn used_to() -> usize {
     POINTERS.with(|pointers| pointers.used_to.get())
 }
@@ -92,15 +93,16 @@ pub fn are_separate() -> bool {
     SEPARATE.load(Ordering::Relaxed)
 }
 
-/// Whether the processor and the kernel let programs change the bases of FS and GS (`AT_HWCAP2`, bit 1: Linux 5.9).
+/// Whether the processor and the kernel let programs change the bases of FS and GS by instructions (`AT_HWCAP2`, bit 1;
+/// since Linux 5.9).
 pub fn can_be_separate() -> bool {
     const FSGSBASE: u64 = 1 << 1;
     // SAFETY: the call reads the process's auxiliary vector.
     unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 }
 }
 
-/// Gives this thread a pointer of the program's, `programs`, besides slat's. From now on the program runs on this
-/// pointer. After the first call, each thread that runs the program needs such a pointer.
+/// Gives this thread a second thread pointer, `programs`, on which the program runs from now on. After the first call,
+/// each thread that runs the program needs such a pointer.
 ///
 /// # Safety
 /// - [`can_be_separate`] holds.
@@ -109,7 +111,7 @@ pub unsafe fn separate(programs: usize) {
     POINTERS.with(|pointers| {
         let slats: usize;
         // SAFETY: the processor and the kernel allow these instructions, the thread runs on slat's pointer, and nothing
-        // else uses GS, as this function's `# Safety` asks of its caller.
+        // else uses GS, as this function's `# Safety` requires.
         unsafe {
             asm!("rdfsbase {}", out(reg) slats, options(nomem, nostack));
             pointers.slats.set(slats);
@@ -120,8 +122,8 @@ pub unsafe fn separate(programs: usize) {
     SEPARATE.store(true, Ordering::Relaxed);
 }
 
-/// Prepares a thread of slat's own, after the first call of [`separate`]. The thread still has the base of GS of the
-/// thread that made it.
+/// Gives a thread of slat's own its own base of GS: a new thread still has the base of GS of the thread that created
+/// it. Call after the first call of [`separate`].
 ///
 /// # Safety
 /// - The requirements of [`separate`].
@@ -130,23 +132,26 @@ pub unsafe fn separate_own() {
     unsafe { separate(0) }
 }
 
-/// Returns the program's pointer on this thread.
+/// Returns this thread's program thread pointer.
 pub fn programs() -> usize {
     POINTERS.with(|pointers| pointers.programs.get())
 }
 
-/// Changes the program's pointer on this thread.
+/// Changes this thread's program thread pointer.
 pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
 
-/// Call when this thread does not run the program any more. The base of GS stays.
+/// Call when this thread does not run the program any more. On this architecture there is nothing to do: the base of GS
+/// stays.
 pub fn forget() {}
 
-/// Call in a child of fork. The child's base of GS is its parent's, and leads to the child's copy.
+/// Call in a child of fork. On this architecture there is nothing to do: the child inherits the base of GS, at which it
+/// has its own copy of the struct.
 pub fn after_fork() {}
 
-/// Assembly: if RAX, which equals FS, is the program's pointer, sets FS to slat's pointer. Changes RAX and the flags.
+/// Assembly that sets FS to slat's pointer if RAX, which equals FS, is the program's pointer. Changes RAX and the
+/// flags.
 #[macro_export]
 macro_rules! to_slats_pointer {
     () => {
@@ -154,7 +159,7 @@ macro_rules! to_slats_pointer {
     };
 }
 
-/// Assembly: sets FS to the program's pointer. Changes RAX.
+/// Assembly that sets FS to the program's pointer. Changes RAX.
 #[macro_export]
 macro_rules! to_programs_pointer {
     () => {
