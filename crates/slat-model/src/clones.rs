@@ -1,7 +1,8 @@
-//! The simulated machine as each of several VMs sees it: clones share memory frames until one of them writes.
+//! The simulated machine as each of several VMs sees it. A clone of a VM shares its parent's memory frames until one of
+//! the two writes to them.
 //!
-//! As on Linux, each mapping of a shared page has a mark. A write to a marked page gives the VM a frame of its own,
-//! which is a new *version* of the page. If no other VM still has the frame, the write only removes the mark.
+//! As on Linux, each mapping of a shared page is marked. A write to a marked page gives the VM its own frame, which is
+//! a new *version* of the page. If no other VM still uses the old frame, the write only removes the mark.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -16,8 +17,8 @@ use crate::sharing::Sharer;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
 
-/// The simulated machine as one VM sees it. Without clones, all VMs see the same memory. Its pages have the granule of
-/// format `F`.
+/// The simulated machine as one VM sees it. If no VM was cloned, all VMs see the same memory. The pages have the
+/// granule of format `F`.
 pub struct Simulated<F = Ept> {
     machine: Arc<SimMachine>,
     memory: Arc<HostMemory>,
@@ -26,7 +27,7 @@ pub struct Simulated<F = Ept> {
 }
 
 impl<F> Simulated<F> {
-    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    /// Makes a machine with `pages` pages of host memory, each the size of `granule`.
     pub(crate) fn with_granule(granule: Granule, pages: u64) -> Self {
         let machine = SimMachine::with_memory(granule, pages);
         Simulated {
@@ -39,12 +40,12 @@ impl<F> Simulated<F> {
 }
 
 impl SimPlatform {
-    /// Makes a machine with `pages` pages of host memory, of 4 KiB.
+    /// Makes a machine with `pages` pages of host memory, of 4 KiB each.
     pub fn new(pages: u64) -> Arc<Self> {
         Self::with_granule(Granule::Kib4, pages)
     }
 
-    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    /// Makes a machine with `pages` pages of host memory, each the size of `granule`.
     pub fn with_granule(granule: Granule, pages: u64) -> Arc<Self> {
         let tlb = Arc::<Tlb>::default();
         let machine = <Simulated>::with_granule(granule, pages);
@@ -70,7 +71,7 @@ impl SimMachine {
         });
     }
 
-    /// Call before `vm` gets the right to write to `page`, which is shared. Gives the VM a copy of the page.
+    /// Gives `vm` its own copy of the shared `page`. Call before `vm` gets the right to write to the page.
     pub(crate) fn make_own(&self, vm: VmId, page: u64) {
         let memory = self.memory_of(vm);
         let Some(found) = memory.get(page) else {
@@ -169,7 +170,7 @@ impl<F: Format> Machine for Simulated<F> {
 }
 
 impl<F> Drop for Simulated<F> {
-    /// The VM has ended, so its frames now belong only to the other VMs.
+    /// Records that the VM has ended, so that its frames belong only to the other VMs.
     fn drop(&mut self) {
         if let Some(vm) = self.vm {
             let mut vms = self.machine.sharing.vms.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Table frames that detect misuse: a second free, a use after the free, or a write after the free.
+//! The allocator of table frames in tests. It detects misuse: a double free, a use after free, and a write after free.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashSet, VecDeque};
@@ -10,33 +10,33 @@ use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 
 use crate::violations::Violations;
 
-/// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host
-/// page has. So a walker that still reads the frame returns a recognizable translation.
+/// The content of a frame that is not in use. As an EPT entry, it is a leaf at any level, and maps a frame number that
+/// no host page has. So a walker that reads a freed frame returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;
 const FREED: u64 = 0xf4ee_f4ee;
 
-/// A freed frame is used again when this many bytes of other frames were freed after it.
+/// The number of bytes of frames that must be freed after a frame before the frame is used again.
 const QUARANTINE: u64 = 16 << 20;
 
-/// Number of frames that are allocated together: the largest number of tables in a root.
+/// The number of frames in a block, which is allocated at once: the largest number of tables in a concatenated root.
 const BLOCK: u64 = 16;
 
-/// State of a frame, stored [`BLOCK`] pages after its entries.
+/// The state of a frame. It is stored [`BLOCK`] pages after the frame's entries.
 #[repr(C)]
 struct Beside {
     meta: TableMeta,
     state: AtomicU64,
 }
 
-/// Returns the layout of a block's frames and of the state beside them.
+/// Returns the memory layout of a block: its frames, and then their states.
 fn layout(granule: Granule) -> Layout {
     let bytes = (2 * BLOCK * granule.bytes()) as usize;
     Layout::from_size_align(bytes, bytes).expect("a power of two")
 }
 
-/// The allocator of table frames. A frame's number is its address in this process, in pages of the granule.
+/// The allocator of table frames. A frame's number is its address in this process, divided by the granule.
 pub struct Frames {
     granule: Granule,
     inner: Mutex<Inner>,
@@ -51,17 +51,17 @@ impl Default for Frames {
 
 #[derive(Default)]
 struct Inner {
-    /// First frame of each block.
+    /// The first frame of each block.
     blocks: Vec<u64>,
-    /// Frames that were allocated at least once.
+    /// The frames that were allocated at least once.
     all: HashSet<u64>,
-    /// Frames that were never allocated.
+    /// The frames that were never allocated.
     fresh: Vec<Pfn>,
     quarantine: VecDeque<Pfn>,
 }
 
 impl Frames {
-    /// Makes an allocator of frames of `granule`.
+    /// Makes an allocator of frames of the size `granule`.
     pub fn new(granule: Granule) -> Self {
         Frames {
             granule,
@@ -88,7 +88,7 @@ impl Frames {
         frame
     }
 
-    /// Allocates `count` contiguous frames, the first aligned to `count` frames.
+    /// Allocates `count` contiguous frames. The first frame is aligned to `count` frames.
     pub fn alloc_run(&self, count: u64) -> Pfn {
         assert!(count <= BLOCK && count.is_power_of_two());
         let mut inner = self.inner.lock().unwrap();
@@ -98,7 +98,7 @@ impl Frames {
         block
     }
 
-    /// Frees a frame. Records misuse.
+    /// Frees a frame. If that is misuse, records it.
     pub fn free(&self, frame: Pfn) {
         let mut inner = self.inner.lock().unwrap();
         if !inner.all.contains(&frame.0) {
@@ -149,7 +149,7 @@ impl Frames {
         self.violations.note(violation);
     }
 
-    /// Returns the first misuse that was recorded, as an error.
+    /// Returns the first recorded misuse as an error.
     pub fn check(&self) -> Result<(), String> {
         for frame in &self.inner.lock().unwrap().quarantine {
             self.check_poison(*frame);
@@ -160,7 +160,7 @@ impl Frames {
 
 impl Frames {
     fn new_block(&self, inner: &mut Inner) -> Pfn {
-        // SAFETY: the layout has a size.
+        // SAFETY: the layout's size is not 0.
         let memory = unsafe { alloc(layout(self.granule)) };
         assert!(!memory.is_null(), "the test machine is out of memory");
         let block = self.granule.pfn(Hpa(memory as u64));
@@ -208,8 +208,8 @@ impl Frames {
 
     #[inline]
     fn state(&self, frame: Pfn) -> &AtomicU64 {
-        // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until
-        // the platform is dropped. The field `state` is accessed only through shared references.
+        // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier. The frames' memory stays
+        // allocated until the platform is dropped. The field `state` is accessed only through shared references.
         unsafe { &(*self.beside(frame).as_ptr()).state }
     }
 
@@ -221,7 +221,7 @@ impl Frames {
     }
 }
 
-/// Changes an entry of a frame of 4 KiB, as an engine does.
+/// Changes an entry of a 4 KiB frame, as the engine does.
 #[cfg(test)]
 pub(crate) fn write(frame: Pfn, index: usize, bits: u64) {
     let words = frame.hpa().0 as *const [AtomicU64; slat::ENTRIES];

@@ -1,5 +1,5 @@
-//! Generates operations: mostly sensible, some wrong. All use few addresses, so that slots collide, share backing, and
-//! cross the borders of tables.
+//! Generates operations: mostly valid, some invalid. All operations use few addresses, so that slots overlap, share
+//! host memory, and cross the borders of tables.
 
 use slat::{Access, Change, Gfn, Granule, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
@@ -9,9 +9,10 @@ use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
 use crate::setup::{MOST_VMS, SPACES, Setup, VCPUS, first_space_of};
 
-/// Writes are more frequent, because most of the engine's records are about them.
+/// The kinds of access to choose from. Writes are more frequent, because most of the engine's records (dirty logs, for
+/// example) concern writes.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
-/// Rights of slots. KVM's memslots cannot have these rights.
+/// The rights of slots to choose from. The engine allows more combinations than KVM's memslots have.
 const RIGHTS: [Rights; 4] = [
     Rights::ALL,
     Rights::ALL.with_execute(false),
@@ -23,9 +24,9 @@ const MEMORY: [MemoryType; 3] = [
     MemoryType::WriteCombining,
     MemoryType::Device,
 ];
-/// Number of slot ids that are used.
+/// The number of slot ids that most runs use.
 const IDS: u64 = 16;
-/// Number of slot ids in runs with many slots, and number of such slots.
+/// The number of slot ids, and of slots, in runs with many slots.
 const MANY_IDS: u64 = 200;
 const MANY: usize = 50;
 
@@ -34,11 +35,10 @@ pub struct Generator {
     rng: Rng,
     setup: Setup,
     granule: Granule,
-    /// The number of entries of a table.
+    /// The number of entries in a table.
     entries: u64,
     capacity: u64,
-    /// The address space that each vCPU uses. After a switch of VMs, this is the address space that it used in the VM
-    /// before.
+    /// The address space that each vCPU uses. A vCPU that switches to another VM keeps its address space.
     spaces: [usize; VCPUS],
     /// Slot ids are below this number.
     ids: u64,
@@ -80,7 +80,7 @@ impl Generator {
         self.rng.is_exhausted()
     }
 
-    /// Returns the next operation, which depends on the slots in each address space.
+    /// Returns the next operation. `models` are the models of the address spaces, with their slots.
     pub fn next_op(&mut self, models: &[GuestModel]) -> Op {
         let vcpu = self.rng.below(VCPUS as u64) as usize;
         let space = self.rng.pick(&[0, 0, 0, 1, 1]);
@@ -88,14 +88,14 @@ impl Generator {
         match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
-                // One of 64 operations names an address space that does not exist.
+                // One of 64 operations has the number of an address space that does not exist.
                 let space = if self.rng.one_in(64) { SPACES } else { space };
                 Op::SetRegion { space, region }
             }
             Kind::Regions => {
                 let mut changes = self.regions(&models[space]);
                 if self.rng.one_in(32) {
-                    // Remove a slot that does not exist, or name a slot twice.
+                    // The change removes a slot that may not exist, or that another change also names.
                     changes.push(Change::Remove(self.rng.below(self.ids) as u32));
                 }
                 Op::SetRegions { space, changes }
@@ -169,7 +169,7 @@ impl Generator {
         self.gfn(model) << self.granule.shift() | self.rng.below(self.granule.bytes())
     }
 
-    /// Returns a frame to access: often near an earlier one, mostly in a slot or just beside one.
+    /// Returns a frame to access. The frame is often near an earlier one, and mostly in a slot or next to one.
     fn gfn(&mut self, model: &GuestModel) -> u64 {
         let gfn = if self.rng.one_in(3) {
             let near = self.recent[self.rng.below(self.recent.len() as u64) as usize];
@@ -182,7 +182,7 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.below(8 * self.entries)
         };
-        // The frame may be beyond the tables, but its address must fit into 64 bits.
+        // The frame may be beyond the tables' capacity, but its address must fit into 64 bits.
         let gfn = gfn & (u64::MAX >> self.granule.shift());
         if self.recent.len() < 16 {
             self.recent.push(gfn);
@@ -199,7 +199,7 @@ impl Generator {
         model.slots.keys().nth(skip as usize).copied()
     }
 
-    /// Returns the id of a slot whose dirty log to get. The slot exists in most cases.
+    /// Returns the id of a slot whose dirty log to read. In most cases, the slot exists.
     fn log(&mut self, model: &GuestModel) -> u32 {
         match self.some_slot(model) {
             Some(id) if !self.rng.one_in(8) => id,
@@ -265,7 +265,7 @@ impl Generator {
         }
     }
 
-    /// Returns changes of several slots: those that clients make, and others.
+    /// Returns changes of several slots at once: combinations that clients use, and random ones.
     fn regions(&mut self, model: &GuestModel) -> Vec<Change> {
         let first = self.some_slot(model).map(|id| (id, model.slots[&id]));
         let second = self.some_slot(model).map(|id| (id, model.slots[&id]));
@@ -396,7 +396,7 @@ impl Generator {
         let pages = if giant {
             n * n + self.rng.pick(&[0, 0, n, 3])
         } else if self.setup.many_slots {
-            // Choose a size of which many slots fit in memory.
+            // Chooses a small size, so that many slots fit into memory.
             self.rng.pick(&sizes[..4])
         } else {
             self.rng.pick(&sizes)
@@ -408,13 +408,13 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
-        // Most backings are congruent to the guest frame, so that huge leaves are possible. Other backings are shifted
-        // by a page, or by the pages of a huge leaf in tables of 4 KiB.
+        // Most slots have the same offset in huge pages as their host memory, so that huge leaves are possible. Other
+        // slots' host memory is shifted by a page, or by the pages of a 2 MiB leaf.
         let room = self.setup.host_pages - pages;
         let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
-        // Most slots allow reads, writes and fetches, as KVM's memslots do if they are not read-only.
+        // Most slots allow reads, writes and fetches, as KVM's writable memslots do.
         let rights = match self.rng.one_in(5) {
             true => self.rng.pick(&RIGHTS),
             false => Rights::ALL,
@@ -451,7 +451,7 @@ impl Generator {
     }
 
     /// Returns a conversion (KVM_SET_MEMORY_ATTRIBUTES): some frames become private or shared, or all frames become
-    /// shared again, because private frames prevent all other operations.
+    /// shared again. Otherwise ever more frames would be private, and private frames prevent all other operations.
     fn convert(&mut self, model: &GuestModel) -> Op {
         if self.rng.one_in(4) {
             let (gfn, pages, private) = (0, self.capacity, false);
@@ -475,7 +475,7 @@ impl Generator {
 
     fn invalidate(&mut self, models: &[GuestModel]) -> Op {
         let model = self.rng.pick(&[&models[0], &models[0], &models[1]]);
-        // Choose mapped memory, if possible.
+        // Chooses mapped memory, if there is any.
         let anchor = match self.some_slot(model) {
             Some(id) => {
                 let slot = &model.slots[&id];

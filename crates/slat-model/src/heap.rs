@@ -1,6 +1,6 @@
 //! A heap whose allocations fail when a test asks for it.
 //!
-//! Each thread has its own state, so allocations of a test program's other threads succeed.
+//! Each thread has its own state, so the test program's other threads are not affected.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -8,7 +8,7 @@ use std::ptr;
 
 #[derive(Clone, Copy)]
 struct Plan {
-    /// Number of allocations before one fails.
+    /// The number of allocations that succeed before one fails.
     left: u32,
     /// Whether all later allocations fail, too.
     stay: bool,
@@ -20,14 +20,14 @@ thread_local! {
     static ALLOCATED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's heap, for `#[global_allocator]`. This heap counts each thread's allocations, and refuses those that
-/// [`failing`](Self::failing) selects.
+/// The system's heap with failures, for `#[global_allocator]`. It counts each thread's allocations, and refuses those
+/// that [`failing`](Self::failing) selects.
 #[derive(Debug)]
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what`. Meanwhile, the allocation of this thread that follows `n` others fails, and if `stay`, all later
-    /// ones fail, too. Also returns whether an allocation has failed.
+    /// Runs `what`. Of the allocations of this thread in `what`, the first `n` succeed, and the next one fails; if
+    /// `stay`, all later ones fail, too. Also returns whether an allocation has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
             left: n,
@@ -39,7 +39,7 @@ impl FailingHeap {
         (answer, plan.failed)
     }
 
-    /// From here until [`failing`](Self::failing) returns, every allocation succeeds.
+    /// Makes every allocation succeed from here until [`failing`](Self::failing) returns.
     pub fn recover() {
         PLAN.set(PLAN.get().map(|plan| Plan {
             left: u32::MAX,
@@ -47,7 +47,7 @@ impl FailingHeap {
         }));
     }
 
-    /// Runs `what` with succeeding allocations, within [`failing`](Self::failing).
+    /// Runs `what`, whose allocations all succeed. For code that [`failing`](Self::failing) runs.
     pub fn spared<R>(what: impl FnOnce() -> R) -> R {
         let plan = PLAN.take();
         let answer = what();
@@ -55,7 +55,7 @@ impl FailingHeap {
         answer
     }
 
-    /// Returns the bytes that `what` allocates on this thread.
+    /// Returns the number of bytes that `what` allocates on this thread.
     pub fn allocated(what: impl FnOnce()) -> usize {
         ALLOCATED.set(0);
         what();
@@ -79,7 +79,7 @@ fn fails(bytes: usize) -> bool {
     PLAN.try_with(decide).unwrap_or(false)
 }
 
-// SAFETY: every call is passed to the system's allocator, except for refusals, which an allocator may make, too.
+// SAFETY: every call is passed to the system's allocator. A refused allocation returns null, which an allocator may do.
 unsafe impl GlobalAlloc for FailingHeap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if fails(layout.size()) {

@@ -1,7 +1,8 @@
 //! The host memory that backs memslots, as a table with one word per page.
 //!
-//! Every remapping gives its pages a new *version*. A frame number consists of the page number and the version. So it
-//! shows which page a translation maps, and whether the translation is current or older than the last remapping.
+//! Every remapping of a page gives it a new *version*. The page's frame number consists of the page number and the
+//! version. So the frame number in a translation shows which page the translation maps, and whether it is current or
+//! older than the last remapping.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,14 +16,14 @@ const KIND_SHIFT: u32 = 2;
 const KIND: u64 = 3 << KIND_SHIFT;
 const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
-/// The flag of a page that is not `PRESENT` yet, but will be.
+/// The flag of a page that is not `PRESENT` now, but will become present.
 const AWAITED: u64 = 1 << 6;
-/// The flag of a `PRESENT` page whose frame another VM may have, too ([`HostMemory::share`]).
+/// The flag of a `PRESENT` page whose frame another VM may use, too ([`HostMemory::share`]).
 const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
-/// Bits of the page number, below the version, in a frame number. These bits suffice for 8 GiB of host memory with
-/// pages of 4 KiB.
+/// The number of low bits of a frame number that hold the page number; the version is in the bits above. These bits
+/// suffice for 8 GiB of host memory with pages of 4 KiB.
 const PAGE_BITS: u32 = 21;
 
 /// The kind of memory that the host has mapped.
@@ -32,7 +33,7 @@ pub enum PageKind {
     Ordinary,
     /// Ordinary memory that the guest must not execute.
     NotExecutable,
-    /// A frame buffer.
+    /// A frame buffer, which is mapped write-combining.
     WriteCombining,
     /// Device registers.
     Device,
@@ -59,9 +60,9 @@ impl PageKind {
 /// A change of the host mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostChange {
-    /// No change.
+    /// The mapping does not change.
     Nothing,
-    /// Map new memory at this level, as far as the range is aligned to the level.
+    /// The host maps new memory at this level, as far as the range is aligned to the level.
     Remap {
         /// The level of the new mapping.
         level: Level,
@@ -70,27 +71,27 @@ pub enum HostChange {
         /// The kind of the new memory.
         kind: PageKind,
     },
-    /// Map nothing.
+    /// The host unmaps the pages.
     Punch,
-    /// The pages are not present yet ([`slat::ResolveError::Absent`]).
+    /// The host makes the pages absent: they will be present later ([`slat::ResolveError::Absent`]).
     Await,
-    /// The memory stays, but its rights change.
+    /// The host changes the rights of the memory, which stays mapped.
     Protect {
         /// Whether the memory can be written from now on.
         writable: bool,
     },
 }
 
-/// Host memory at [`HostMemory::BASE`].
+/// The simulated host memory. It begins at [`HostMemory::BASE`].
 pub struct HostMemory {
     granule: Granule,
     pages: Box<[AtomicU64]>,
-    /// The next version of a page. All memories that share frames share this counter.
+    /// The version of the next remapping. All memories that share frames share this counter.
     next_version: Arc<AtomicU64>,
 }
 
 impl HostMemory {
-    /// The first address of host memory: far from 0, and a multiple of every page size.
+    /// The first address of host memory. The address is a multiple of every page size.
     pub const BASE: Hva = Hva(1 << 40);
 
     /// Makes host memory of `pages` pages of 4 KiB. All pages are present, writable, and mapped by single pages.
@@ -114,8 +115,8 @@ impl HostMemory {
         self.granule
     }
 
-    /// Returns the number of versions: versions use the remaining bits of a frame number if physical addresses have
-    /// 48 bits.
+    /// Returns the number of different versions: frame numbers of 48-bit physical addresses have this many values above
+    /// the page number.
     fn versions(&self) -> u64 {
         1 << (48 - self.granule.shift() - PAGE_BITS)
     }
@@ -130,23 +131,23 @@ impl HostMemory {
         self.pages.is_empty()
     }
 
-    /// Returns the address of a page of 4 KiB.
+    /// Returns the address of page `page`, if pages have 4 KiB.
     pub fn hva(page: u64) -> Hva {
         Self::BASE.add_pages(page)
     }
 
-    /// Returns the addresses of pages of 4 KiB.
+    /// Returns the addresses of `pages`, if pages have 4 KiB.
     pub fn hvas(pages: &Range<u64>) -> Range<Hva> {
         Self::hva(pages.start)..Self::hva(pages.end)
     }
 
-    /// Returns the page at an address, if there is one.
+    /// Returns the number of the page that contains an address. `None`: the address is not in this memory.
     pub fn page(&self, hva: Hva) -> Option<u64> {
         let page = hva.0.checked_sub(Self::BASE.0)? >> self.granule.shift();
         (page < self.len()).then_some(page)
     }
 
-    /// Returns the page for which a frame number was made, and the version of the page's mapping.
+    /// Returns the page number and the version in a frame number.
     pub fn identify(pfn: Pfn) -> (u64, u64) {
         (pfn.0 & ((1 << PAGE_BITS) - 1), pfn.0 >> PAGE_BITS)
     }
@@ -155,7 +156,7 @@ impl HostMemory {
         &self.pages[page as usize]
     }
 
-    /// Returns the mapping of `page`; `None` for a hole.
+    /// Returns the mapping of `page`. `None`: the page is not mapped.
     pub fn get(&self, page: u64) -> Option<HostPage> {
         let word = self.word(page).load(SeqCst);
         let kind = PageKind::ALL[((word & KIND) >> KIND_SHIFT) as usize];
@@ -169,7 +170,7 @@ impl HostMemory {
         })
     }
 
-    /// Like [`HostMemory::get`], but a page that may be shared is not writable.
+    /// Like [`HostMemory::get`], but returns a page that may be shared as not writable.
     pub(crate) fn usable(&self, page: u64) -> Option<HostPage> {
         let found = self.get(page)?;
         Some(found.with_writable(found.writable && !self.is_shared(page)))
@@ -180,8 +181,8 @@ impl HostMemory {
         self.word(page).load(SeqCst) & (PRESENT | AWAITED) == AWAITED
     }
 
-    /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split, so a page outside it keeps
-    /// its memory, but perhaps not its level.
+    /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split. So a page outside the range
+    /// keeps its memory, but its level may change.
     pub fn change(&self, pages: &Range<u64>, change: HostChange) {
         if change == HostChange::Nothing {
             return;
@@ -220,7 +221,7 @@ impl HostMemory {
         self.next_version.fetch_add(1, Relaxed) % self.versions()
     }
 
-    /// Makes host memory with the same frames, which are shared from now on.
+    /// Makes another host memory with the same frames. From now on, the two memories share these frames.
     pub(crate) fn share(&self) -> Self {
         let share = |word: &AtomicU64| {
             let now = word.load(SeqCst);
@@ -235,26 +236,26 @@ impl HostMemory {
         }
     }
 
-    /// Whether another VM may have a frame of `page`, or of its huge page.
+    /// Whether another VM may use a frame of `page`, or of the huge page that contains it.
     pub(crate) fn is_shared(&self, page: u64) -> bool {
         self.word(page).load(SeqCst) & SHARED != 0
     }
 
-    /// Call when no other VM has a frame of `pages` any more. `pages` consists of whole huge pages.
+    /// Records that no other VM uses a frame of `pages` any more. `pages` consists of whole huge pages.
     pub(crate) fn end_sharing(&self, pages: Range<u64>) {
         for page in pages {
             self.word(page).fetch_and(!SHARED, SeqCst);
         }
     }
 
-    /// Makes `page` a page that is neither part of a huge page nor shared.
+    /// Splits the huge page that contains `page`, and makes `page` not shared.
     pub(crate) fn separate(&self, page: u64) {
         self.cut(page);
         self.cut(page + 1);
         self.end_sharing(page..page + 1);
     }
 
-    /// Gives `page` a frame of its own, and returns the frame.
+    /// Gives `page` its own frame. Returns the frame.
     pub(crate) fn replace(&self, page: u64) -> Pfn {
         self.separate(page);
         let low = (1 << VERSION_SHIFT) - 1;
@@ -264,7 +265,7 @@ impl HostMemory {
         self.get(page).expect("it is present").pfn
     }
 
-    /// Makes sure that no huge mapping crosses the boundary before page `at`.
+    /// Splits the huge mapping that crosses the boundary before page `at`, if there is one.
     fn cut(&self, at: u64) {
         for level in [Level::GIGA, Level::MEGA] {
             let size = self.granule.pages(level);
@@ -283,7 +284,7 @@ impl HostMemory {
         }
     }
 
-    /// Returns the largest level up to `level` whose aligned region around `page` is in `pages`.
+    /// Returns the highest level, at most `level`, whose aligned region around `page` lies within `pages`.
     fn fitting(&self, pages: &Range<u64>, page: u64, mut level: Level) -> Level {
         while level > Level::PAGE {
             let size = self.granule.pages(level);

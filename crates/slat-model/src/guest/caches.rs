@@ -1,4 +1,4 @@
-//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep each entry until it
+//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches. They keep each entry until it
 //! is flushed.
 
 use std::collections::HashMap;
@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use slat::guest_walk::{GuestPage, GuestPaging};
 use slat::{Access, Hpa};
 
-/// The state of a CPU on which the rights of a translation depend, without the parts whose change flushes the TLB. A
-/// cached translation is used only in a context equal to its own.
+/// The CPU state on which a translation's rights depend, except the parts whose change flushes the TLB. A cached
+/// translation is used only if the current context equals the context in which it was cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Context {
     user: bool,
@@ -33,12 +33,12 @@ pub(super) struct Translation {
     pub page: GuestPage,
     /// The R/W flag of the leaf.
     pub writable: bool,
-    /// The host page of the translation when it was first used.
+    /// The host page of the translation at its first use.
     pub host: Option<Hpa>,
 }
 
 impl Translation {
-    /// Whether the rights allow `access` without setting a flag.
+    /// Whether the rights allow `access`, and no accessed or dirty flag has to be set for it.
     pub fn allows(&self, access: Access) -> bool {
         match access {
             Access::Read => self.page.read,
@@ -48,11 +48,11 @@ impl Translation {
     }
 }
 
-/// The values of the entries on a path, by level; the last is that of level 1. Only the entries above some level are
-/// known.
+/// The values of the entries on a walk's path, by level; the last value is that of level 1. Only the entries above some
+/// level may be known.
 pub(super) type Values = [u64; 5];
 
-/// The PCID to which a translation belongs; `None`: the translation is global, so it belongs to all PCIDs.
+/// The PCID to which a translation belongs. `None`: the translation is global, so it belongs to all PCIDs.
 type Owner = Option<u16>;
 
 /// The caches of a vCPU.
@@ -60,7 +60,7 @@ type Owner = Option<u16>;
 pub(super) struct Caches {
     /// The translations, by owner, page number and context.
     translations: HashMap<(Owner, u64, Context), Translation>,
-    /// The entries that reference tables, by PCID, by level, and by those address bits on which the entry depends.
+    /// The entries that reference tables, by PCID, level, and the address bits that select the entry.
     structures: HashMap<(u16, u32, u64), Values>,
 }
 
@@ -79,8 +79,9 @@ impl Caches {
         self.translations.insert(key, new);
     }
 
-    /// Returns the lowest level at which the caches have an entry for `gva` that references a table, and the values of
-    /// the entries down to it. `shifts` has the lowest address bit of the index at each level, from level 1.
+    /// Returns the lowest level at which the caches have an entry for `gva` that references a table. Also returns the
+    /// values of the entries down to that level. `shifts[0]` is the lowest address bit of the index at level 1, and so
+    /// on for higher levels.
     pub fn structures(&self, pcid: u16, gva: u64, shifts: &[u32]) -> Option<(u32, Values)> {
         let levels = 2..=shifts.len() as u32;
         levels.into_iter().find_map(|level| {
@@ -129,8 +130,8 @@ impl Caches {
         self.structures.retain(|(owner, _, _), _| *owner != pcid);
     }
 
-    /// Drops the entries that reference tables and that a walk for `gva` would use. `shifts` has the same meaning as in
-    /// [`Self::structures`].
+    /// Drops the cached entries that reference tables and are on the path of a walk for `gva`. `shifts` has the same
+    /// meaning as in [`Self::structures`].
     pub fn flush_structures_of(&mut self, pcid: u16, gva: u64, shifts: &[u32]) {
         self.structures.retain(|(owner, level, prefix), _| {
             let shift = shifts.get(*level as usize - 1).copied().unwrap_or(0);

@@ -1,5 +1,5 @@
-//! An MMU that caches everything that the SDM allows: the engine, with a TLB, paging-structure caches, and a copy of
-//! each page-table entry. Calls of `stored` keep the copies correct.
+//! An MMU that caches everything that the SDM allows. It consists of the engine, a TLB, paging-structure caches, and a
+//! copy of each page-table entry. Calls of `stored` update the copies.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +22,8 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 pub struct CachingMmu {
     engine: EngineMmu,
     cpus: [Cpu; CPUS],
-    /// The words of tables, by frame and by address. Stores to these frames are reported to this MMU.
+    /// The words of tables, by frame and by address. Stores to these frames are tracked, so they are reported to this
+    /// MMU.
     tables: HashMap<u64, HashMap<u64, u64>>,
     flaw: Flaw,
 }
@@ -66,7 +67,7 @@ impl CachingMmu {
         Ok(entry_in(word, 8 * (gpa.0 % 8), size))
     }
 
-    /// Sets flags of an entry. Returns whether the entry still was `old`.
+    /// Sets accessed and dirty flags of an entry. Returns false if the entry was no longer `old`.
     fn mark(
         &mut self,
         cpu: usize,
@@ -85,8 +86,8 @@ impl CachingMmu {
         }
     }
 
-    /// Walks the guest's tables for an access, and caches the translation. Also caches the translation of the next
-    /// page, or of the page before.
+    /// Walks the guest's tables for an access, and caches the translation. Also caches the translation of the
+    /// neighbouring page.
     fn walk(
         &mut self,
         cpu: usize,
@@ -96,13 +97,13 @@ impl CachingMmu {
     ) -> Result<Translation, Outcome> {
         let (found, leaf) = self.fill(cpu, gva, access, paging, true)?;
         self.mark_wrongly(cpu, access, leaf, shifts(paging))?;
-        // The result does not matter: this only caches ahead.
+        // This walk only fills the caches, so its result is ignored.
         let _ = self.fill(cpu, gva ^ PAGE_SIZE, Access::Read, paging, false);
         Ok(found)
     }
 
     /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf. If
-    /// `marks` is false, the walk ends at an entry whose flag has to be set.
+    /// `marks` is false, the walk sets no flags: it ends at an entry whose accessed or dirty flag has to be set.
     fn fill(
         &mut self,
         cpu: usize,
@@ -125,8 +126,8 @@ impl CachingMmu {
         };
         let found = walk(&mut tables, paging, gva, access);
         let read = std::mem::take(&mut tables.read);
-        // All entries except the last one reference tables. An entry whose accessed flag was already set is cached,
-        // unless it is already in the cache.
+        // All entries except the last one reference tables. The MMU caches each of them whose accessed flag was already
+        // set and that is not yet in the cache.
         let mut values = Values::default();
         let mut may_cache = true;
         for (i, (_, value)) in read.iter().enumerate() {
@@ -159,7 +160,7 @@ impl CachingMmu {
         Ok((translation, at))
     }
 
-    /// Sets flags that no MMU may set, if the MMU's defect does that. `leaf`: the address of the leaf.
+    /// Sets flags that no MMU may set, if this MMU has such a defect. `leaf` is the address of the leaf.
     fn mark_wrongly(
         &mut self,
         cpu: usize,
@@ -180,8 +181,8 @@ impl CachingMmu {
         Ok(())
     }
 
-    /// Returns the outcome of an access by a cached translation; `None`: no translation is cached, or the tables have
-    /// to be walked again.
+    /// Returns the outcome of an access by a cached translation. `None`: no translation is cached, or the walk must be
+    /// repeated.
     fn cached(
         &mut self,
         cpu: usize,
@@ -195,14 +196,14 @@ impl CachingMmu {
         if found.allows(access) || to_clean && self.flaw.is(Defect::WritesToClean) {
             return Some(self.reach(cpu, gva, access, paging, found));
         }
-        // The page may have become executable meanwhile. The fault is then spurious, and software must expect such
-        // faults. If a page allows some access and forbids a fetch, then XD or SMEP forbids the fetch.
+        // The page may have become executable since the translation was cached. Then the fault is spurious, which
+        // software must expect. If a page allows some access and forbids a fetch, then XD or SMEP forbids the fetch.
         let user = if paging.user { error_code::USER } else { 0 };
         let code = error_code::PRESENT | error_code::FETCH | user;
         (access == Access::Execute).then_some(Outcome::PageFault { code })
     }
 
-    /// Returns the outcome of an access that `translation` allows.
+    /// Returns the outcome of an access for which `translation` has the rights.
     fn reach(
         &mut self,
         cpu: usize,
@@ -230,7 +231,7 @@ impl CachingMmu {
         }
     }
 
-    /// Sets in `outcome` whether the page contains a table.
+    /// Sets the field `tracked` of `outcome`: whether the page contains a table.
     fn tracked(&self, gpa: Gpa, outcome: Outcome) -> Outcome {
         match outcome {
             Outcome::Page { host, .. } => Outcome::Page {
@@ -245,8 +246,8 @@ impl CachingMmu {
 
 const BITS32: &[u32] = &[12, 22];
 
-/// Returns the lowest address bit of the index at each level, from level 1, for the levels whose tables a walk reads in
-/// memory.
+/// Returns the lowest address bit of the index at each level, from level 1. Leaves out levels whose table is in
+/// registers (PAE's PDPTEs).
 fn shifts(paging: &GuestPaging) -> &'static [u32] {
     match paging.mode {
         Mode::Bits32 { .. } => BITS32,
@@ -263,7 +264,7 @@ struct Tables<'a> {
     cpu: usize,
     /// The number of levels.
     top: usize,
-    /// The values of the cached entries, from this level up.
+    /// The lowest level at which an entry is cached, and the values of the cached entries from there up.
     known: Option<(u32, Values)>,
     /// Whether the walk may set flags.
     marks: bool,
@@ -295,13 +296,13 @@ impl GuestTables for Tables<'_> {
             return Err(Outcome::BadAddress { gpa });
         }
         let flags = self.mmu.flaw.flags(new & !old);
-        // One entry may be read at two levels, because a table may be used at two levels. The upper read may have found
-        // a cached entry, whose flag is set. So the last read counts.
+        // One entry may be read at two levels, because a table may be used at two levels. The read at the upper level
+        // may have found a cached entry, in which the accessed flag is set. So the last read counts.
         let read = self.read.iter().rfind(|(at, _)| *at == gpa);
         let (_, value) = *read.expect("the walk has read it");
         let marked = flags == 0 || self.mmu.mark(self.cpu, gpa, size, value, flags)?;
         if !marked {
-            // The walk restarts.
+            // The walk restarts, so the entries are read again.
             self.read.clear();
         }
         Ok(marked)
@@ -376,8 +377,7 @@ impl GuestMmu for CachingMmu {
                 {
                     caches.flush();
                 }
-                // This flushes more than the SDM demands, because this MMU caches rights and not the flags from which
-                // they follow.
+                // This MMU flushes more than the SDM demands, because it caches rights, and not the entries' flags.
                 if (set | cleared) & CR4_SMEP != 0 && !flaw.is(Defect::KeepsOverSmep) {
                     caches.flush();
                 }

@@ -26,13 +26,13 @@ pub enum Defect {
     KeepsOverPge,
     /// A change of CR4.SMEP invalidates nothing.
     KeepsOverSmep,
-    /// A page fault does not invalidate the translation that has caused it.
+    /// A page fault does not invalidate the translation that caused the fault.
     KeepsOverFault,
-    /// Translations have no PCID.
+    /// Cached translations have no PCID, so all PCIDs use them.
     IgnoresPcid,
-    /// All translations are global.
+    /// All cached translations are treated as global.
     MakesAllGlobal,
-    /// A cached translation has the host page of its first use.
+    /// A cached translation keeps the host page of its first use.
     KeepsHostPages,
     /// The U/S flag of entries is treated as 1.
     IgnoresUser,
@@ -56,9 +56,9 @@ pub enum Defect {
     SetsNoDirty,
     /// Reads set the dirty flag.
     SetsDirtyOnRead,
-    /// The accessed flag of the entry beside the leaf is set, too.
+    /// The accessed flag of the entry next to the leaf is set, too.
     MarksNeighbour,
-    /// A cached translation whose page is clean is used for writes.
+    /// A cached translation whose leaf lacks the dirty flag is used for writes.
     WritesToClean,
     /// The error code of a page fault on a fetch lacks the I/D bit.
     ForgetsFetchBit,
@@ -68,7 +68,7 @@ pub enum Defect {
     WrongHalf,
     /// All addresses of a 2 MiB page reach its first 4 KiB.
     WrongOffset,
-    /// A 4 MiB page is always below 4 GiB.
+    /// The address bits 32 and up of a 4 MiB page are ignored.
     IgnoresHighAddress,
     /// A store to two entries is treated as a store to the first one.
     MergesEntries,
@@ -78,7 +78,7 @@ pub enum Defect {
     IgnoresOtherCpu,
     /// Locked stores are not noticed.
     IgnoresLocked,
-    /// The MMU does not request reports of stores to pages of tables.
+    /// The MMU does not ask for reports of stores to tables.
     TracksNothing,
     /// Tables are kept when their memslot is deleted or moved.
     KeepsTablesOfSlots,
@@ -132,7 +132,7 @@ impl Defect {
     ];
 }
 
-/// The defect of an MMU, if it has one.
+/// The defect of an MMU, or `None`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flaw(pub Option<Defect>);
 
@@ -141,7 +141,7 @@ impl Flaw {
         self.0 == Some(defect)
     }
 
-    /// Returns the paging state that a walk with this defect uses.
+    /// Returns the paging state that a walk uses instead of `paging`.
     pub fn paging(self, paging: &GuestPaging) -> GuestPaging {
         let mut seen = *paging;
         match self.0 {
@@ -155,7 +155,7 @@ impl Flaw {
         seen
     }
 
-    /// Returns the entry that a walk with this defect finds where memory has `entry`.
+    /// Returns the value that a walk finds in place of `entry`.
     pub fn entry(self, entry: u64) -> u64 {
         match self.0 {
             Some(Defect::IgnoresUser) => entry | US,
@@ -165,7 +165,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the part of `flags` that an MMU with this defect sets.
+    /// Returns the flags that an MMU sets instead of `flags`.
     pub fn flags(self, flags: u64) -> u64 {
         match self.0 {
             Some(Defect::SetsNoAccessed) => flags & !A,
@@ -174,7 +174,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the page that an MMU with this defect uses instead of `page`.
+    /// Returns the page that an MMU uses instead of `page`.
     pub fn page(self, page: GuestPage) -> GuestPage {
         let Gpa(gpa) = page.gpa;
         let seen = match (self.0, page.bits) {
@@ -189,7 +189,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the outcome that an MMU with this defect reports instead of `outcome`.
+    /// Returns the outcome that an MMU reports instead of `outcome`.
     pub fn outcome(self, outcome: Outcome) -> Outcome {
         match (self.0, outcome) {
             (Some(Defect::ForgetsFetchBit), Outcome::PageFault { code }) => Outcome::PageFault {
@@ -205,7 +205,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the parts of a store that an MMU with this defect notices.
+    /// Returns the parts of a store that an MMU notices. `cpu` is the vCPU that stores.
     pub fn stored(self, cpu: usize, kind: StoreKind, parts: &[Part]) -> Vec<Part> {
         let of_first_entry = |part: &Part| Part {
             bytes: part.bytes.min(8 - (part.gpa.0 % 8) as usize),

@@ -1,4 +1,4 @@
-//! The engine as a guest MMU: it walks the guest's tables for each access, and caches no guest translation.
+//! The engine as a guest MMU without a guest TLB: it walks the guest's tables for each access.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// The number of times that an access is tried. The engine may flush once for each table on the path, and once for the
-/// page, and after each flush the access is tried again.
+/// The maximum number of times that an access is tried. The engine may stop an access once for each table on the path
+/// and once for the page, to flush; after each flush the access is tried again.
 const MOST_RETRIES: usize = 16;
 
-/// Runs [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables, by default those of AMD's nested
-/// paging.
+/// Runs [`slat::guest_walk::walk`] on a [`Vm`] with second-level tables. By default, these are AMD's nested page tables
+/// (NPT).
 pub struct EngineMmu<F: Format = Npt> {
     pub(super) vm: Arc<Vm<SimPlatform, F>>,
     pub(super) vcpus: Vec<Vcpu<SimPlatform, F>>,
@@ -41,7 +41,7 @@ impl EngineMmu {
     }
 }
 
-/// Repeats `access` on `vcpu` as long as it has to be retried.
+/// Calls `access` on `vcpu` until it returns a result that is not a retry.
 pub(super) fn until_done<F: Format, T>(
     vcpu: &mut Vcpu<SimPlatform, F>,
     mut access: impl FnMut(&mut Vcpu<SimPlatform, F>) -> Option<T>,
@@ -50,13 +50,13 @@ pub(super) fn until_done<F: Format, T>(
         if let Some(done) = access(vcpu) {
             return done;
         }
-        // The CPU keeps no translation of an earlier section.
+        // Between two reader sections, the CPU keeps no translation.
         vcpu.quiesce();
     }
     panic!("an access is retried for ever");
 }
 
-/// Returns the outcome of an access that has stopped. `None`: the access must be tried again.
+/// Returns the outcome of an access that the engine has stopped. `None`: the access must be tried again.
 pub(super) fn stopped(stop: Stop) -> Option<Outcome> {
     match stop {
         Stop::Retry => None,
@@ -74,7 +74,7 @@ impl<F: Format> EngineMmu<F> {
     /// Makes a VM without memslots on `machine`.
     pub(super) fn with_config(machine: &GuestMachine, config: Config) -> Self {
         let vm = Vm::new(machine.platform.clone(), config).expect("there is memory");
-        // Log writes only, so that the logs contain exactly the written pages.
+        // Only writes are logged, so that the logs contain exactly the written pages.
         vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
         EngineMmu {
@@ -102,13 +102,13 @@ impl<F: Format> EngineMmu<F> {
     pub(super) fn read_entry(&mut self, cpu: usize, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
         match self.reach(cpu, gpa, Access::Read) {
             Ok(host) => Ok(self.ram.read(Hpa(host.0 + gpa.offset()), size)),
-            // The table is in no memslot, so it maps nothing.
+            // The table is in no memslot, so its entries read as 0.
             Err(Outcome::Mmio { .. }) => Ok(0),
             Err(outcome) => Err(outcome),
         }
     }
 
-    /// Sets flags of a page-table entry. Returns whether it still was `old`.
+    /// Sets accessed and dirty flags of a page-table entry. Returns false if the entry was no longer `old`.
     pub(super) fn mark_entry(
         &mut self,
         cpu: usize,
@@ -122,15 +122,15 @@ impl<F: Format> EngineMmu<F> {
                 let host = Hpa(host.0 + gpa.offset());
                 Ok(self.ram.compare_exchange(host, size, old, new))
             }
-            // The flags of tables in read-only memory do not change.
+            // In read-only memory, flags of page-table entries are not set.
             Err(Outcome::Mmio { .. }) => Ok(true),
             Err(outcome) => Err(outcome),
         }
     }
 }
 
-/// Returns the outcome of an access that has reached this page of host memory, or the outcome that stopped
-/// it.
+/// Returns the outcome of an access that has reached the host page in `reached`, or else the outcome that has stopped
+/// the access.
 pub(super) fn outcome(reached: Result<Hpa, Outcome>) -> Outcome {
     reached.map_or_else(
         |outcome| outcome,

@@ -33,13 +33,13 @@ pub(super) enum Meaning {
     },
 }
 
-/// The state by which a processor interprets entries. This state is constant between two flushes of everything.
+/// The paging state by which a processor interprets entries. If this state changes, everything is flushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub mode: Mode,
     /// The value of EFER.NXE.
     pub has_xd: bool,
-    /// AMD64 volume 2, figures "Long-Mode PML4E" and "PDPE": bit 8 must be zero.
+    /// Bit 8 of PML4 and PDP entries must be zero, as on AMD (AMD64 volume 2, figures "Long-Mode PML4E" and "PDPE").
     pub reserves_table_global: bool,
 }
 
@@ -65,7 +65,7 @@ impl Layout {
         }
     }
 
-    /// Returns the level of the highest entry in memory. PAE's PDPTEs are registers.
+    /// Returns the highest level whose entries are in memory. (PAE's PDPTEs are in registers.)
     pub fn top(self) -> u32 {
         match self.mode {
             Mode::Bits32 { .. } | Mode::Pae => 2,
@@ -141,7 +141,8 @@ impl Layout {
     }
 }
 
-/// "Format of a 32-Bit Page-Directory Entry that Maps a 4-MByte Page" and "… References a Page Table".
+/// Returns the meaning of a 4-byte entry ("Format of a 32-Bit Page-Directory Entry that Maps a 4-MByte Page" and "…
+/// References a Page Table").
 fn meaning_of_4_bytes(pse: bool, level: u32, entry: u64) -> Meaning {
     let frame = entry & bits(31, 12);
     if level == 1 {
@@ -153,7 +154,8 @@ fn meaning_of_4_bytes(pse: bool, level: u32, entry: u64) -> Meaning {
     if !pse || entry & PS == 0 {
         return Meaning::Table(frame);
     }
-    // Bits (M-20):13 are bits (M-1):32 of the address, bits 21:(M-19) are reserved; M is at most 40.
+    // Bits (M-20):13 of the entry are bits (M-1):32 of the address; bits 21:(M-19) are reserved. M, the width of
+    // physical addresses, counts as at most 40.
     let m = PHYSICAL_BITS.min(40);
     if entry & bits(21, m - 19) != 0 {
         return Meaning::Reserved;
@@ -173,23 +175,23 @@ pub(super) fn may_load_pdpte(pdpte: u64) -> bool {
 /// The rights that all entries on a path grant.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rights {
-    /// R/W is 1 in all entries.
+    /// The R/W flag is 1 in all entries.
     pub write: bool,
-    /// U/S is 1 in all entries: the address is a user-mode address.
+    /// The U/S flag is 1 in all entries: the address is a user-mode address.
     pub user: bool,
-    /// XD is 1 in some entry.
+    /// The XD flag is 1 in at least one entry.
     pub no_execute: bool,
 }
 
 impl Rights {
-    /// The rights of a path without entries.
+    /// The rights before the first entry of a path: all.
     pub const ALL: Rights = Rights {
         write: true,
         user: true,
         no_execute: false,
     };
 
-    /// Returns the rights that remain after `entry`. A 4-byte entry has no bit 63.
+    /// Returns the rights that remain after `entry`. (In a 4-byte entry there is no XD flag, bit 63.)
     pub fn and(self, entry: u64) -> Rights {
         Rights {
             write: self.write && entry & RW != 0,
@@ -199,14 +201,14 @@ impl Rights {
     }
 }
 
-/// Returns the error code of a page fault that finds an entry that is not present, or has a reserved bit.
+/// Returns the error code of a page fault for an entry that is not present or has a reserved bit set.
 pub(super) fn entry_fault(paging: &GuestPaging, access: Access, reserved: bool) -> u32 {
     let cause = error_code::PRESENT | error_code::RESERVED;
     access_bits(paging, access) | if reserved { cause } else { 0 }
 }
 
-/// Returns the error code of the page fault if `access` to a page with these rights, mapped by the entry
-/// `leaf`, is forbidden.
+/// Returns the error code of the page fault that `access` causes if these rights, or the protection key in `leaf`,
+/// forbid it.
 pub(super) fn rights_fault(
     paging: &GuestPaging,
     access: Access,
@@ -233,7 +235,8 @@ pub(super) fn rights_fault(
     })
 }
 
-/// "Protection Keys": they apply to data accesses to user-mode addresses in 4-level and 5-level paging.
+/// Whether the protection key in `leaf` forbids the access ("Protection Keys"). Keys apply to data accesses to
+/// user-mode addresses, in 4-level and 5-level paging.
 fn key_forbids(paging: &GuestPaging, access: Access, user: bool, leaf: u64) -> bool {
     let long = matches!(paging.mode, Mode::Level4 | Mode::Level5);
     if !long || !user || access == Access::Execute {

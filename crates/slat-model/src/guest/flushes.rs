@@ -1,5 +1,5 @@
-//! The history of a vCPU: the periods in which it used certain tables, and its flushes. The history decides which
-//! entries the vCPU may still have cached.
+//! The history of a vCPU: the periods in which it used the same root tables, and its flushes. From this history follows
+//! which entries the vCPU may still have cached.
 
 use std::ops::Range;
 
@@ -9,18 +9,20 @@ use super::registers::Registers;
 /// The entries that a flush invalidates.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flush {
-    /// The PCID whose entries are invalidated; `None`: every PCID.
+    /// The PCID whose entries are invalidated. `None`: those of every PCID.
     pub pcid: Option<u16>,
     /// Whether global translations are invalidated, too.
     pub globals: bool,
-    /// The page whose translations are invalidated: 2^bits bytes around an address. `None`: all.
+    /// The page whose translations are invalidated: the page of 2^bits bytes that contains an address. `None`: the
+    /// translations of all pages.
     pub page: Option<(u64, u32)>,
-    /// The address for which entries of the paging-structure caches are invalidated. `None`: all of the PCID.
+    /// The address for which entries of the paging-structure caches are invalidated. `None`: all such entries of the
+    /// PCID.
     pub structures: Option<u64>,
 }
 
 impl Flush {
-    /// Flushes everything of a PCID except its global translations.
+    /// Describes a flush of everything that belongs to a PCID, except global translations.
     pub fn context(pcid: impl Into<Option<u16>>) -> Flush {
         Flush {
             pcid: pcid.into(),
@@ -35,7 +37,7 @@ impl Flush {
     }
 }
 
-/// A period in which the registers at which a walk begins did not change.
+/// A period in which CR3, the PCID and the PDPTEs did not change.
 #[derive(Clone, Debug)]
 pub(super) struct Period {
     pub time: Range<Time>,
@@ -54,16 +56,16 @@ pub(super) struct Cached {
     pub global: bool,
 }
 
-/// The history of a vCPU since everything that it had cached was flushed.
+/// The history of a vCPU since the last flush of everything.
 #[derive(Default)]
 pub(super) struct Flushes {
     periods: Vec<Period>,
-    /// The flushes, in the order of their times. A flush invalidates the entries that were read before its time.
+    /// The flushes in chronological order. A flush invalidates entries that were read before its time.
     flushes: Vec<(Time, Flush)>,
 }
 
 impl Flushes {
-    /// Call after a flush of everything, for all PCIDs. `None`: paging is off.
+    /// Begins a new history. Call after a flush of everything, for all PCIDs. `registers` is `None` if paging is off.
     pub fn restart(&mut self, now: Time, registers: Option<&Registers>) {
         self.flushes.clear();
         self.periods.clear();
@@ -72,7 +74,7 @@ impl Flushes {
         }
     }
 
-    /// Call after CR3, the PCID or the PDPTEs have changed, while paging is on.
+    /// Begins a new period. Call after CR3, the PCID or the PDPTEs have changed, while paging is on.
     pub fn load(&mut self, now: Time, registers: &Registers) {
         if let Some(last) = self.periods.last_mut() {
             last.time.end = now;
@@ -88,7 +90,7 @@ impl Flushes {
         self.flushes.push((now, flush));
     }
 
-    /// Returns the moment since which everything that is still cached was read.
+    /// Returns the earliest moment at which an entry that is still cached may have been read.
     pub fn start(&self) -> Option<Time> {
         self.periods.first().map(|period| period.time.start)
     }
@@ -110,9 +112,9 @@ impl Flushes {
         Some(range.start.max(first.time.start)..range.end.min(last.time.end))
     }
 
-    /// Returns the moment up to which an entry of a paging-structure cache that was created before `read` may exist:
-    /// the first later flush that drops it. The entry was created under `pcid`, for addresses equal to `gva` except
-    /// for the lowest `shift` bits.
+    /// Returns the moment until which an entry of a paging-structure cache may exist. That moment is the first flush
+    /// after `read` that drops the entry. The entry was read at the moment `read`, under `pcid`. It is for all
+    /// addresses that equal `gva` except for the lowest `shift` bits.
     pub fn cached_until(&self, pcid: u16, gva: u64, shift: u32, read: Time) -> Time {
         let first = self.flushes.partition_point(|(time, _)| *time < read);
         let drops = |flush: &Flush| {
@@ -126,8 +128,8 @@ impl Flushes {
         flush.map_or(Time::MAX, |(time, _)| *time)
     }
 
-    /// Returns the moment since which a TLB entry must have been created if it exists now: the last flush that drops
-    /// it.
+    /// Returns the earliest moment at which an existing TLB entry may have been created. That is the last flush that
+    /// drops such an entry.
     pub fn flushed_at(&self, cached: &Cached) -> Time {
         let drops = |flush: &Flush| {
             let meant = flush

@@ -1,7 +1,7 @@
 //! The layout of the guest's memory.
 //!
 //! The first slots contain tables. Any entry of a table may reference any table, including its own, so a table is used
-//! at several levels and by several roots. Large pages map the slots at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB.
+//! at several levels and by several roots. Large pages map the slots that are at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB.
 
 use std::ops::Range;
 
@@ -41,13 +41,14 @@ pub(super) const SLOTS: [Home; 9] = [
     home(0x4_0000, 16),
     home(0x10_0000, 16),
 ];
-/// The slot whose pages are not tables.
+/// The id of the slot whose pages are not tables.
 pub(super) const DATA: usize = 2;
-/// The read-only slot. Two of its pages are tables.
+/// The id of the read-only slot. Two of its pages are tables.
 pub(super) const READ_ONLY: usize = 3;
-/// The slot in the second large page.
+/// The id of the slot in the second large page.
 pub(super) const HIGH: usize = 4;
-/// Number of pages of host memory. Each slot has twice its size, so that it can be created again with other memory.
+/// The number of pages of host memory. Each slot has twice its size in host memory, so that it can be created again
+/// with other memory.
 pub(super) const HOST_PAGES: u64 = 272;
 
 /// Guest frames that hold mainly tables with entries of one size. They are grouped by the level at which each frame is
@@ -80,13 +81,13 @@ pub(super) const TABLES_OF_8: Tables = Tables {
     directories: 10..13,
     leaves: 13..15,
 };
-/// The frame of tables of page-directory-pointer entries.
+/// The frame with the tables of PAE page-directory-pointer entries.
 pub(super) const POINTERS: u64 = 15;
-/// The frame to which a slot is moved.
+/// The frame at which a moved slot begins.
 pub(super) const ELSEWHERE: u64 = 0x70;
-/// Frames without a slot.
+/// Two frames that are in no slot.
 pub(super) const HOLES: [u64; 2] = [60, 0x300];
-/// Addresses to which large pages are mapped.
+/// Physical addresses that large pages map.
 pub(super) const LARGE: [u64; 8] = [
     0,
     0,
@@ -98,11 +99,11 @@ pub(super) const LARGE: [u64; 8] = [
     0x8000_0000,
 ];
 
-/// Indices in tables that are used.
+/// The indices in a table whose entries are used.
 pub(super) const INDICES: [u64; 5] = [0, 1, 2, 3, 511];
-/// Indices in tables of 4-byte entries: at level 1 they reach both halves of a 4 MiB page.
+/// The indices of 4-byte entries that are used. At level 1 they reach both halves of a 4 MiB page.
 pub(super) const INDICES_OF_4: [u64; 7] = [0, 1, 2, 3, 0x200, 0x205, 1023];
-/// Indices of page-directory-pointer entries: four tables of four.
+/// The indices of page-directory-pointer entries that are used: four tables of four entries.
 const INDICES_OF_POINTERS: [u64; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
 /// Returns a number in `range`.
@@ -138,7 +139,8 @@ pub(super) const SPACES: u64 = 6;
 /// The number of virtual addresses in use at one time.
 pub(super) const ADDRESSES: usize = 14;
 
-/// Returns a slot at its usual address, with its first host page at `offset` of its host memory.
+/// Returns the region of a slot at its usual address, whose first host page is the one at `offset` in the slot's host
+/// memory.
 pub(super) fn region(slot: usize, offset: u64) -> Region {
     let before: u64 = SLOTS[..slot].iter().map(|home| 2 * home.pages).sum();
     let home = &SLOTS[slot];

@@ -1,8 +1,8 @@
 //! Guest memory as the oracle knows it: memslots, and every value that each word has had since the last flushes.
 //!
-//! A guest-physical address without memory reads as 0, which is an entry that is not present: KVM injects a page fault
-//! for a table that is in no memslot. So a change of a memslot counts as a store to every word of the slot that is not
-//! 0.
+//! A page-table entry at a guest-physical address without a memslot reads as 0, so it is not present: KVM injects a
+//! page fault for a table that is in no memslot. So deleting or creating a memslot counts as a store to every word of
+//! the slot that is not 0.
 
 use std::collections::HashMap;
 
@@ -13,13 +13,13 @@ use super::ram::{GuestMachine, WORDS, entry_in};
 use crate::host::HostMemory;
 use crate::model::{Expected, GuestModel, ModelSlot};
 
-/// A moment, given by the number of the operation before it.
+/// A moment, as the number of the last operation before it.
 pub(super) type Time = u64;
 
 /// Number of guest frames that the engine's tables can map.
 const CAPACITY: u64 = 1 << 36;
 
-/// An earlier value of a word, and the moment at which it was changed.
+/// An earlier value of a word, and the moment at which the value was replaced.
 #[derive(Clone, Copy, Debug)]
 struct Past {
     value: u64,
@@ -27,7 +27,7 @@ struct Past {
     read_only: bool,
 }
 
-/// A value of a page-table entry, and the range of moments at which a processor could read it: `from..until`.
+/// A value of a page-table entry, and the moments at which a processor could read that value: `from..until`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Version {
     pub value: u64,
@@ -41,7 +41,7 @@ pub(super) struct Memory {
     pub machine: GuestMachine,
     /// The memslots and their dirty logs.
     pub model: GuestModel,
-    /// Earlier values of the word at an address, oldest first. Each begins when the one before ends.
+    /// The earlier values of the word at each address, oldest first. Each value begins when the previous value ends.
     past: HashMap<u64, Vec<Past>>,
 }
 
@@ -91,7 +91,7 @@ impl Memory {
         })
     }
 
-    /// Records that the word at `gpa` was `value` until `now`.
+    /// Records that the word at `gpa` had the value `value` until `now`.
     fn note(&mut self, now: Time, gpa: u64, value: u64, read_only: bool) {
         let past = self.past.entry(gpa).or_default();
         if past.last().is_none_or(|last| last.until < now) {
@@ -103,13 +103,13 @@ impl Memory {
         }
     }
 
-    /// Records that the MMU has changed the word at `gpa` from `old`.
+    /// Records that the MMU has changed the word at `gpa`, whose value was `old`.
     pub fn marked(&mut self, now: Time, gpa: u64, old: u64) {
         self.note(now, gpa, old, false);
         self.model.note_write(gpa >> 12);
     }
 
-    /// Stores `bytes` at `gpa`, in one page. Does nothing if there is no memory.
+    /// Stores `bytes` at `gpa`, within one page. Does nothing if no memslot contains the page.
     pub fn store(&mut self, now: Time, gpa: u64, bytes: &[u8]) {
         let Some((_, slot)) = self.model.slot_at(gpa >> 12) else {
             return;
@@ -136,8 +136,8 @@ impl Memory {
         }
     }
 
-    /// Returns whether KVM_SET_USER_MEMORY_REGION would accept `region`. Two slots never share host memory: KVM does
-    /// not track writes to a table through another slot.
+    /// Returns whether KVM_SET_USER_MEMORY_REGION would accept `region`. Also refuses slots that share host memory,
+    /// because KVM does not track a write to a table that is made through another slot.
     pub fn accepts(&self, region: &Region) -> bool {
         let mut model = self.model.clone();
         let pages = |slot: &ModelSlot| slot.backing..slot.backing + (slot.pages << 12);
@@ -178,7 +178,7 @@ impl Memory {
         words.filter(|(_, word)| *word != 0).collect()
     }
 
-    /// Returns the frame that is backed by a page of host memory.
+    /// Returns the guest frame that a page of host memory backs.
     pub fn gfn_of(&self, page: u64) -> Option<u64> {
         let first = |slot: &ModelSlot| (slot.backing - HostMemory::BASE.0) >> 12;
         let mut slots = self.model.slots.values();
@@ -208,7 +208,7 @@ impl Memory {
         }
     }
 
-    /// Forgets all values that ended at or before `time`.
+    /// Forgets the values that were replaced at or before `time`.
     pub fn forget_before(&mut self, time: Time) {
         self.past.retain(|_, past| {
             past.retain(|past| past.until > time);

@@ -12,35 +12,35 @@ use super::registers::Registers;
 pub enum Outcome {
     /// The access reaches memory.
     Page {
-        /// First byte of the 4 KiB host page.
+        /// The first byte of the 4 KiB host page.
         host: Hpa,
-        /// Whether a store through this translation must be reported to the MMU ([`GuestMmu::stored`]), because the
-        /// MMU tracks writes to the page. Used for stores only.
+        /// Whether the MMU tracks writes to the page, so that a store through this translation must be reported
+        /// ([`GuestMmu::stored`]). Meaningful for stores only.
         tracked: bool,
     },
-    /// The guest gets #PF with this error code.
+    /// The guest gets a page fault (#PF) with this error code.
     PageFault {
-        /// Bits of [`slat::guest_walk::error_code`].
+        /// The bits of the code, as in [`slat::guest_walk::error_code`].
         code: u32,
     },
     /// No memslot contains the address, or the access is a write to a read-only memslot.
     Mmio {
-        /// The address, to the byte.
+        /// The guest-physical address, exact to the byte.
         gpa: Gpa,
     },
     /// The access is a fetch from a memslot without the right to execute.
     NoExecute {
-        /// The address, to the byte.
+        /// The guest-physical address, exact to the byte.
         gpa: Gpa,
     },
     /// The backing of the page does not allow the access, or is not present yet. KVM_RUN returns EFAULT.
     BadAddress {
-        /// The address of the data in that page, or of a page-table entry in that page whose flags cannot be set.
+        /// The address of the data in the page, or of a page-table entry in the page whose flags cannot be set.
         gpa: Gpa,
     },
 }
 
-/// A part of a store: bytes in one page.
+/// A part of a store: the bytes in one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// The first address of the part.
@@ -61,11 +61,11 @@ pub enum StoreKind {
 /// The register that an instruction has written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegisterWrite {
-    /// MOV to CR0. EFER.LMA may change with CR0.PG.
+    /// MOV to CR0. If CR0.PG changes, EFER.LMA may change, too.
     Cr0,
     /// MOV to CR3.
     Cr3 {
-        /// Bit 63 of the operand, if CR4.PCIDE is set. If bit 63 is set, nothing has to be invalidated.
+        /// Bit 63 of the operand, if CR4.PCIDE is set. If this bit is set, the MMU need not invalidate anything.
         keep: bool,
     },
     /// MOV to CR4.
@@ -108,7 +108,7 @@ pub trait GuestMmu {
     /// Accesses `gva`. `paging` is the current paging state. `None`: paging is off, and `gva` is a guest-physical
     /// address.
     ///
-    /// A vCPU's first access comes after the call of [`Self::written`] that loaded its registers.
+    /// Before a vCPU's first access, [`Self::written`] reports the loading of its registers.
     fn access(
         &mut self,
         cpu: usize,
@@ -117,19 +117,19 @@ pub trait GuestMmu {
         paging: Option<&GuestPaging>,
     ) -> Outcome;
 
-    /// Accesses a guest-physical address for the vCPU, without a translation by the guest's tables, as an emulated
-    /// instruction does. Never returns a page fault.
+    /// Accesses a guest-physical address for the vCPU, which the guest's tables do not translate, as for an emulated
+    /// instruction. Never returns a page fault.
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome;
 
-    /// Called after a guest store of one to eight bytes, in one page or in two, is complete. Not called if
+    /// Called after the guest has completed a store of one to eight bytes, in one or two pages. Not called if
     /// [`Self::access`] has translated every part of the store to a page that is not tracked.
     fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
 
-    /// Called after the client has written guest memory. No MMU tracks such a store. Therefore the client then sets
-    /// the registers of all vCPUs to their current values (KVM_SET_SREGS), which flushes.
+    /// Called after the client has written guest memory. An MMU does not track such stores. So the client afterwards
+    /// sets the registers of all vCPUs to their current values (KVM_SET_SREGS), which flushes.
     fn client_stored(&mut self);
 
-    /// Called after an instruction has written a register. `new` has the PDPTEs that it loaded.
+    /// Called after an instruction has written a register. `new` includes the PDPTEs that the instruction has loaded.
     fn written(&mut self, cpu: usize, write: RegisterWrite, old: &Registers, new: &Registers);
 
     /// Executes INVLPG.
@@ -138,25 +138,25 @@ pub trait GuestMmu {
     /// Executes INVPCID.
     fn invpcid(&mut self, cpu: usize, invpcid: Invpcid);
 
-    /// Makes a call of KVM_SET_USER_MEMORY_REGION with valid arguments.
+    /// Executes KVM_SET_USER_MEMORY_REGION with valid arguments.
     fn set_region(&mut self, region: &Region);
 
-    /// Runs `change`, which replaces the host pages of `range` or changes their rights, in an
-    /// invalidation. The contents stay.
+    /// Runs `change` within an invalidation of `range`. `change` replaces the host pages of `range`, or changes their
+    /// rights. The contents stay.
     fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut());
 
-    /// KVM_GET_DIRTY_LOG of a slot that logs.
+    /// Executes KVM_GET_DIRTY_LOG for a slot with dirty logging.
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
 
-    /// Returns the host frame to which a guest frame is mapped ([`slat::Vm::lookup`]). The outer `None`: the MMU does
-    /// not support this.
+    /// Returns the host frame to which a guest frame is mapped ([`slat::Vm::lookup`]). The outer `None`: the MMU cannot
+    /// tell.
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
         let _ = gfn;
         None
     }
 
-    /// Returns whether a dirty log may contain pages that were not written, as with KVM's fault that maps a page of a
-    /// logged slot writable for a read ([`slat::DirtyLogReads`]).
+    /// Returns whether a dirty log may contain pages that were only read. KVM logs such a page if it maps the page
+    /// writable for the read ([`slat::DirtyLogReads`]).
     fn logs_reads(&self) -> bool {
         false
     }

@@ -1,4 +1,5 @@
-//! A guest that writes its own page tables at random, and the judge of the MMU that translates for this guest.
+//! A guest that writes its own page tables at random, and a judge (the oracle) that checks the MMU which translates for
+//! this guest.
 //!
 //! An MMU that shadows the guest's tables must behave like a processor: it may use a stale translation only as long as
 //! the SDM allows a processor to use it. To test an MMU, implement [`GuestMmu`]:
@@ -13,10 +14,10 @@
 //!
 //! Two vCPUs share a guest memory of some dozen pages, and a few tables in all paging modes, which refer to each other
 //! and to themselves. The guest stores whole entries, parts of one entry and parts of two, with and without a LOCK
-//! prefix, through its own mappings and otherwise. The guest accesses addresses with all privileges, executes INVLPG
-//! and INVPCID, and writes control registers. The client changes memslots and collects dirty logs, and the host
-//! replaces pages. The judge checks each outcome, and each flag that the MMU sets in an entry. If a run fails, the
-//! message ends with a few of its operations that also fail ([`GuestFailure`]).
+//! prefix, through its own mappings or at physical addresses. The guest accesses addresses with all privileges,
+//! executes INVLPG and INVPCID, and writes control registers. The client changes memslots and collects dirty logs, and
+//! the host replaces pages. The judge checks each outcome, and each flag that the MMU sets in an entry. If a run fails,
+//! the message ends with a short sequence of its operations that fails, too ([`GuestFailure`]).
 //!
 //! The comment of `oracle.rs` has the judge's rules, and explains why they are neither too strict nor too lax.
 //! [`CachingMmu`] tests the judge: it caches everything that it may cache. There is also a [`CachingMmu`] with each
@@ -31,7 +32,7 @@
 //! | `search`, `oracle` | the outcomes that this history allows |
 //! | `layout`, `ops`, `generator`, `runner`, `trial` | operations, and runs of them |
 //! | `engine`, `shadow` | the engine as a guest MMU: a walk for each access, and its shadow MMU |
-//! | `caches`, `caching`, `defects` | MMUs to try the judge with |
+//! | `caches`, `caching`, `defects` | MMUs that test the judge |
 
 mod caches;
 mod caching;

@@ -1,4 +1,4 @@
-//! The operations on a guest of which a run consists.
+//! The operations on a guest. A run is a sequence of them.
 
 use std::ops::Range;
 
@@ -12,13 +12,13 @@ use crate::host::HostChange;
 /// The address of a store.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
-    /// A guest-virtual address, with these privileges.
+    /// A guest-virtual address, and the privileges of the access.
     Virtual(u64, Privilege),
-    /// A guest-physical address: the store is that of an emulated instruction.
+    /// A guest-physical address, as for the store of an emulated instruction.
     Physical(u64),
 }
 
-/// The way in which an instruction stores.
+/// The kind of instruction that stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum How {
     Mov,
@@ -36,7 +36,7 @@ impl How {
         }
     }
 
-    /// Returns the byte that is stored.
+    /// Returns the byte that is stored if memory has `old` and the instruction's operand has `operand`.
     pub fn byte(self, old: u8, operand: u8) -> u8 {
         match self {
             How::Mov | How::CompareExchange => operand,
@@ -58,7 +58,7 @@ pub(super) enum Control {
     NoExecute,
 }
 
-/// One operation. Each can be run in any state, so any operation of a sequence can be left out.
+/// One operation. Each operation can be run in any state. So a sequence stays valid if an operation is left out.
 #[derive(Clone, Debug)]
 pub(super) enum GuestOp {
     Access {
@@ -75,7 +75,7 @@ pub(super) enum GuestOp {
         operand: [u8; 8],
         bytes: usize,
     },
-    /// The client writes guest memory, and then sets the registers of all vCPUs.
+    /// The client writes guest memory, and then sets the registers of all vCPUs to their current values.
     ClientStore {
         gpa: u64,
         operand: [u8; 8],
@@ -89,19 +89,19 @@ pub(super) enum GuestOp {
         cpu: usize,
         invpcid: Invpcid,
     },
-    /// MOV to CR3. `keep`: bit 63. The low 12 bits are the PCID, if PCIDs are on.
+    /// MOV to CR3. `keep` is bit 63 of the operand. If PCIDs are on, the low 12 bits are the PCID.
     LoadCr3 {
         cpu: usize,
         cr3: u64,
         keep: bool,
     },
-    /// A bit of a control register changes. If the SDM requires software to flush everything afterwards, a flush
+    /// A bit of a control register changes. If the SDM requires software to flush everything after this change, a flush
     /// follows.
     Toggle {
         cpu: usize,
         control: Control,
     },
-    /// Paging is turned off, and on again in this mode.
+    /// Paging is turned off, and then on again in this mode.
     SetMode {
         cpu: usize,
         mode: Option<Mode>,

@@ -36,8 +36,8 @@
 //! stores the flags of the entries and not the resulting rights. Where the SDM does not define what happens to cached
 //! translations, the generator obeys the rules for software: it flushes everything after a change of EFER.NXE, and
 //! changes CR4.PSE only while paging is off. Another vCPU sees a store when it reads the entry again ("Propagation of
-//! Paging-Structure Changes to Multiple Processors"). An address without memory reads as an entry that is not present,
-//! as in KVM, and entries in read-only memslots need no flags.
+//! Paging-Structure Changes to Multiple Processors"). As in KVM, an entry at an address without a memslot is not
+//! present, and entries in read-only memslots need no flags.
 //!
 //! # Why the rules are not too lax
 //! All six conditions are checked for the same choice of values. So two stale entries are not combined if no processor
@@ -49,9 +49,9 @@
 //! that has the right. This last rule is stricter than the SDM, which allows speculation. An MMU in software has no
 //! reason to write speculatively.
 //!
-//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. First,
-//! KVM's MMU keeps its entries for an address after a page fault for an entry that is not present. Second, its shadow
-//! pages belong to no PCID, so KVM's MMU may use an entry that it has read while another PCID was current.
+//! KVM's shadow MMU breaks these rules in two cases, which hardly any software notices. This oracle reports both.
+//! First, after a page fault for an entry that is not present, KVM's MMU keeps its entries for the address. Second, its
+//! shadow pages belong to no PCID, so KVM's MMU may use an entry that it has read while another PCID was current.
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode};
@@ -66,14 +66,14 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Registers}
 use super::search::{Found, Goal, Search, is_same};
 use crate::host::HostMemory;
 
-/// The oracle's knowledge of a vCPU.
+/// What the oracle knows about a vCPU.
 #[derive(Default)]
 pub(super) struct Cpu {
     pub registers: Registers,
     flushes: Flushes,
 }
 
-/// An access by a vCPU with paging on.
+/// An access by a vCPU whose paging is on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GuestAccess<'a> {
     pub cpu: usize,
@@ -82,17 +82,16 @@ pub(super) struct GuestAccess<'a> {
     pub paging: &'a GuestPaging,
 }
 
-/// The entries that translate an address now.
+/// The entries that would translate an address now.
 pub(super) struct Trace {
-    /// Address and value of each entry, from the top down. The last entry maps a page, or ends the walk in a page
-    /// fault.
+    /// The address and the value of each entry, from the top down. The last entry maps a page, or causes a page fault.
     pub entries: Vec<(u64, u64)>,
     /// The meaning of the last entry.
     pub end: Meaning,
 }
 
 impl Trace {
-    /// Returns log2 of the size of the mapped page. If no page is mapped, returns that of the smallest page.
+    /// Returns log2 of the size of the mapped page, or of the smallest page if no page is mapped.
     fn bits(&self) -> u32 {
         match self.end {
             Meaning::Page { bits, .. } => bits,
@@ -122,8 +121,8 @@ impl Oracle {
         self.now
     }
 
-    /// Judges an access with the outcome `outcome`. Returns how a processor may have reached that outcome. The error
-    /// describes the violation.
+    /// Judges whether an access may have the outcome `outcome`. Returns how a processor may have reached that outcome.
+    /// The error describes the violation.
     pub fn judge(&mut self, access: &GuestAccess, outcome: &Outcome) -> Result<Found, String> {
         self.tick();
         let changes = self.memory.machine.ram.take_changes();
@@ -162,7 +161,7 @@ impl Oracle {
         found.ok_or_else(|| format!("{outcome:x?} is no outcome that the tables allow"))
     }
 
-    /// Judges an access without a guest translation.
+    /// Judges an access to a physical address, without a translation by the guest's tables.
     pub fn judge_physical(
         &mut self,
         gpa: u64,
@@ -189,7 +188,7 @@ impl Oracle {
         }
     }
 
-    /// Records a change by the MMU; returns the guest-physical address of the word.
+    /// Records a change of a word by the MMU. Returns the word's guest-physical address.
     fn record(&mut self, change: &Change) -> Result<u64, String> {
         let page = change.page;
         let gfn = self.memory.gfn_of(page);
@@ -251,9 +250,9 @@ impl Oracle {
         Trace { entries, end }
     }
 
-    /// Call after a page fault, which invalidates everything that the vCPU may have cached for the address. So the
-    /// fault does not recur unless the tables in memory cause it ("Operations that Invalidate TLBs and
-    /// Paging-Structure Caches").
+    /// Records a page fault, which invalidates everything that the vCPU may have cached for the address. So the fault
+    /// does not recur unless the tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure
+    /// Caches"). Call after the page fault.
     fn page_fault(&mut self, access: &GuestAccess) {
         let bits = self.trace(access.paging, access.gva).bits();
         let now = self.tick();
@@ -267,7 +266,7 @@ impl Oracle {
         cpu.flushes.flush(now, flush);
     }
 
-    /// Call after INVLPG.
+    /// Records the flush by an INVLPG. Call after the instruction.
     pub fn invlpg(&mut self, cpu: usize, gva: u64, paging: &GuestPaging) {
         let bits = self.trace(paging, gva).bits();
         let now = self.tick();
@@ -281,7 +280,7 @@ impl Oracle {
         cpu.flushes.flush(now, flush);
     }
 
-    /// Call after INVPCID.
+    /// Records the flush by an INVPCID. Call after the instruction.
     pub fn invpcid(&mut self, cpu: usize, invpcid: Invpcid) {
         let now = self.tick();
         let Cpu { registers, flushes } = &mut self.cpus[cpu];
@@ -300,7 +299,7 @@ impl Oracle {
         }
     }
 
-    /// Call after a register was written.
+    /// Records a write of a register, and the flush that it causes. Call after the write.
     pub fn written(&mut self, cpu: usize, write: RegisterWrite, new: &Registers) {
         let now = self.tick();
         let Cpu { registers, flushes } = &mut self.cpus[cpu];
@@ -328,7 +327,7 @@ impl Oracle {
         }
     }
 
-    /// Call after all vCPUs had their registers set.
+    /// Records a flush of all vCPUs. Call after the client has set the registers of all vCPUs.
     pub fn flush_all(&mut self) {
         let now = self.tick();
         for Cpu { registers, flushes } in &mut self.cpus {

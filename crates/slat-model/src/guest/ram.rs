@@ -13,7 +13,7 @@ use crate::machine::Machine;
 use crate::platform::SimPlatform;
 use crate::watched::Watched;
 
-/// Number of 8-byte words in a page.
+/// The number of 8-byte words in a page.
 pub(super) const WORDS: u64 = PAGE_SIZE / 8;
 
 /// A simulated machine whose host memory has contents.
@@ -48,19 +48,19 @@ impl GuestMachine {
 /// A word that the MMU under test has changed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Change {
-    /// Number of the page in host memory.
+    /// The number of the page in host memory.
     pub page: u64,
-    /// Number of the word in the page.
+    /// The number of the word in the page.
     pub word: u64,
     pub old: u64,
     pub new: u64,
 }
 
-/// The contents of host memory. The MMU under test reads guest page-table entries here and sets their accessed and
-/// dirty flags. The MMU has no other reason to write.
+/// The contents of host memory. The MMU under test reads guest page-table entries here, and sets their accessed and
+/// dirty flags. It must not write anything else.
 ///
-/// A page that was replaced ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)) keeps its
-/// contents in the new frame.
+/// If a page gets a new frame ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)), the new frame has the same
+/// contents.
 pub struct GuestRam {
     words: Box<[AtomicU64]>,
     /// The changes by [`GuestRam::compare_exchange`] since the last [`GuestRam::take_changes`].
@@ -72,17 +72,17 @@ impl GuestRam {
     /// Reads the page-table entry of `size` (4 or 8) bytes at `host`, a multiple of `size`.
     ///
     /// # Panics
-    /// If the frame no longer backs its page: the host has replaced it.
+    /// If the host has given the page another frame.
     pub fn read(&self, host: Hpa, size: usize) -> u64 {
         let (page, word, shift) = self.locate(host, size, false);
         entry_in(self.word(page, word), shift, size)
     }
 
     /// Atomically replaces the page-table entry of `size` (4 or 8) bytes at `host` by `new` if it still is `old`.
-    /// Returns whether it did.
+    /// Returns whether the entry was replaced.
     ///
     /// # Panics
-    /// If the frame no longer backs its page, or is read-only.
+    /// If the host has given the page another frame, or if the frame is read-only.
     pub fn compare_exchange(&self, host: Hpa, size: usize, old: u64, new: u64) -> bool {
         let (page, word, shift) = self.locate(host, size, true);
         let mask = u64::MAX >> (64 - 8 * size);
@@ -101,7 +101,8 @@ impl GuestRam {
         true
     }
 
-    /// Returns the page, the word in it, and the first bit of an entry.
+    /// Returns the number of the page that contains an entry, the number of the word in the page, and the entry's first
+    /// bit in the word.
     fn locate(&self, host: Hpa, size: usize, write: bool) -> (u64, u64, u64) {
         assert!(
             host.0.is_multiple_of(size as u64),
@@ -143,7 +144,7 @@ impl GuestRam {
     }
 }
 
-/// Returns the entry of `size` bytes whose first bit in `word` is `shift`.
+/// Returns the entry of `size` bytes in `word`. `shift` is its first bit.
 pub(super) fn entry_in(word: u64, shift: u64, size: usize) -> u64 {
     word >> shift & u64::MAX >> (64 - 8 * size)
 }

@@ -32,7 +32,7 @@ pub const EFER_NXE: u64 = 1 << 11;
 /// The width of guest-physical addresses in bits. Fewer than 40, so that a 4 MiB page has reserved bits.
 pub(super) const PHYSICAL_BITS: u32 = 38;
 
-/// The registers of a vCPU that choose how it translates.
+/// The registers of a vCPU that determine how it translates addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Registers {
     /// The bits PG and WP of CR0.
@@ -43,14 +43,14 @@ pub struct Registers {
     pub cr4: u64,
     /// The value of the MSR IA32_EFER.
     pub efer: u64,
-    /// The page-directory-pointer entries that PAE paging has loaded; meaningless in other modes.
+    /// The page-directory-pointer entries that the vCPU has loaded for PAE paging. Meaningless in other modes.
     pub pdptes: [u64; 4],
-    /// This is not a register. It says whether the tables are those of an AMD processor
-    /// ([`GuestPaging::reserves_table_global`]). This value does not change during a run.
+    /// Not a register: whether the tables have AMD's format ([`GuestPaging::reserves_table_global`]). This value does
+    /// not change during a run.
     pub reserves_table_global: bool,
 }
 
-/// The part of a vCPU's state that may differ between two accesses.
+/// The vCPU's state at an access, as far as it affects rights and may differ from access to access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege {
     /// Whether the access is made at CPL 3.
@@ -62,7 +62,7 @@ pub struct Privilege {
 }
 
 impl Privilege {
-    /// A supervisor without protection keys.
+    /// The privilege of an access at CPL 0 without effect of protection keys.
     pub const KERNEL: Privilege = Privilege {
         user: false,
         ac: false,
@@ -71,7 +71,7 @@ impl Privilege {
 }
 
 impl Registers {
-    /// Returns the paging mode; `None`: paging is off.
+    /// Returns the paging mode. `None`: paging is off.
     pub fn mode(&self) -> Option<Mode> {
         if self.cr0 & CR0_PG == 0 {
             None
@@ -96,7 +96,7 @@ impl Registers {
         }
     }
 
-    /// Returns the paging state that a walk for an access depends on; `None`: paging is off.
+    /// Returns the paging state on which a walk depends. `None`: paging is off.
     pub fn paging(&self, privilege: &Privilege) -> Option<GuestPaging> {
         let mode = self.mode()?;
         Some(GuestPaging {

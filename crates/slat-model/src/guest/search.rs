@@ -4,12 +4,12 @@
 //! the *window* of moments at which the vCPU may have read this value. At such a moment,
 //!
 //! * the value was in memory, and the path's PCID was the current one;
-//! * the entries above had been read then or before, and were still cached: their flags were set, and no flush of the
-//!   paging-structure caches dropped them in between.
+//! * the entries above had been read at this moment or before, and were still cached: their accessed flags were set,
+//!   and no flush of the paging-structure caches had dropped them.
 //!
-//! Windows are intervals, because an entry that was read later stays cached longer: among all earlier moments at which
-//! the entry above may have been read, the last one is best. So for each choice of values, the window contains exactly
-//! the possible moments.
+//! Windows are intervals, for this reason: an entry that was read later is not dropped earlier, so the search need only
+//! consider the last moment at which the entry above may have been read. So for each choice of values, the window
+//! contains exactly the possible moments.
 
 use std::ops::Range;
 
@@ -21,16 +21,16 @@ use super::flushes::{Cached, Flushes, Period};
 use super::memory::{Memory, Time, Version};
 use super::mmu::Outcome;
 
-/// The goal of a search.
+/// What a search looks for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
-    /// The access has this outcome.
+    /// A path on which the access has this outcome.
     Outcome(Outcome),
-    /// The access sets flags in the entry at `gpa`: accessed, and dirty if `dirty`.
+    /// A path on which the access sets the accessed flag in the entry at `gpa`, and the dirty flag if `dirty`.
     Marks { gpa: u64, dirty: bool },
 }
 
-/// The translation of an address for an access, by a vCPU, now.
+/// The translation of an address for one access by a vCPU at the current moment.
 pub(super) struct Search<'a> {
     pub memory: &'a Memory,
     pub flushes: &'a Flushes,
@@ -49,15 +49,14 @@ pub(super) struct Search<'a> {
 pub(super) enum Found {
     /// The current tables lead to the goal.
     Fresh,
-    /// A path through a cached entry that references a table leads to the goal, with the current contents of that
-    /// table.
+    /// A path through a cached entry leads to the goal. The entry references a table whose current contents are used.
     StaleTable,
     /// A cached translation leads to the goal.
     StaleTranslation,
 }
 
 impl Search<'_> {
-    /// Returns how `goal` can be reached, if it can.
+    /// Returns the kind of path by which `goal` can be reached. `None`: no path leads to it.
     pub fn find(&self, goal: Goal) -> Option<Found> {
         let walk = Walk {
             search: self,
@@ -76,8 +75,7 @@ impl Search<'_> {
     }
 }
 
-/// The walks for one goal. The functions return whether a cached translation, or a table that is read now, leads to the
-/// goal.
+/// The walks for one goal. The functions return the kind of path that leads to the goal, or `None`.
 struct Walk<'a> {
     search: &'a Search<'a>,
     goal: &'a Goal,
@@ -89,19 +87,19 @@ struct Walk<'a> {
 struct Path {
     /// The PCID under which the vCPU walks the path.
     pcid: u16,
-    /// The next table, and its level.
+    /// The address of the next table, and its level.
     table: u64,
     level: u32,
-    /// The moments at which the vCPU may read the next entry. Once the path has reached a leaf: the moments at which
+    /// The moments at which the vCPU may read the next entry. After the path has reached a leaf, the moments at which
     /// the vCPU may have read the leaf.
     window: Range<Time>,
     rights: Rights,
-    /// The first entry whose flags are still to be set.
+    /// The first entry whose accessed or dirty flag has to be set.
     unmarked: Option<u64>,
 }
 
 impl Walk<'_> {
-    /// Tries the paths that begin at the root of `period`, and whose first entry is read in `window`.
+    /// Tries the paths that begin at the root of `period` and whose first entry is read at a moment in `window`.
     fn begin(&self, period: &Period, window: Range<Time>) -> Option<Found> {
         let registers = &period.registers;
         let table = match self.layout.mode {
@@ -125,8 +123,8 @@ impl Walk<'_> {
         })
     }
 
-    /// Ends a path at an entry that cannot be cached. Returns `Some` if the goal is the page fault of this entry.
-    /// `reads_now`: whether the vCPU may read the entry now.
+    /// Ends a path at an entry that cannot be cached. Returns `Some` if the goal is the page fault that this entry
+    /// causes. `reads_now` says whether the vCPU may read the entry now.
     fn fault(&self, reads_now: bool, reserved: bool) -> Option<Found> {
         let code = entry_fault(self.search.paging, self.search.access, reserved);
         let is_goal = match self.goal {
@@ -145,7 +143,7 @@ impl Walk<'_> {
         versions.find_map(|version| self.follow(path, gpa, &version))
     }
 
-    /// Follows the entry at `gpa`, which had the value `version`.
+    /// Continues the path with the entry at `gpa`, which had the value `version`.
     fn follow(&self, path: &Path, gpa: u64, version: &Version) -> Option<Found> {
         let now = self.search.now;
         let (from, until) = (version.from, version.until.min(now + 1));
@@ -188,7 +186,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Returns the path below an entry that references `table`.
+    /// Returns the path after an entry that references `table`.
     fn below(&self, path: Path, table: u64) -> Path {
         let shift = self.layout.shift(path.level);
         let read = path.window.end;
@@ -202,7 +200,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Uses the leaf at `gpa`, which had the value `version` and maps `page`.
+    /// Ends the path at the leaf at `gpa`, which had the value `version` and maps `page`.
     fn leaf(
         &self,
         path: &Path,
@@ -238,7 +236,8 @@ impl Walk<'_> {
             }
             (Goal::Outcome(goal), Some(code)) => *goal == Outcome::PageFault { code },
             (Goal::Outcome(goal), None) => match path.unmarked.or(clean.then_some(gpa)) {
-                // The walk ends if it cannot set a flag. A write does not use a cached leaf that is clean.
+                // If a flag cannot be set, the walk ends at that entry. A write does not use a cached leaf without the
+                // dirty flag.
                 Some(unmarked) => {
                     let stopped = memory.access(unmarked, Access::Write);
                     let stops = matches!(stopped, Outcome::BadAddress { .. });
@@ -258,7 +257,7 @@ impl Walk<'_> {
     }
 }
 
-/// Whether two outcomes are equal, ignoring tracking, and ignoring the offset in a page that cannot be accessed.
+/// Whether two outcomes are equal, if tracking is ignored, and also the offset in a page that cannot be accessed.
 pub(super) fn is_same(a: &Outcome, b: &Outcome) -> bool {
     match (a, b) {
         (Outcome::Page { host: a, .. }, Outcome::Page { host: b, .. }) => a == b,

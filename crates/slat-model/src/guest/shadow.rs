@@ -15,8 +15,8 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 use crate::platform::SimPlatform;
 
 /// A [`Vm`] that shadows tables of the guest. The vCPUs access memory by [`Vcpu::translate_virtual`](slat::Vcpu). The
-/// shadowed tables are those of the guest's own paging. With [`Self::nested`], they are the tables that the guest
-/// makes for its own guests.
+/// shadowed tables are those of the guest's own paging; with [`Self::nested`], they are the nested tables that the
+/// guest makes for its own guests.
 pub struct ShadowMmu<F: Format = X86<5>> {
     engine: EngineMmu<F>,
     registers: [Registers; CPUS],
@@ -51,8 +51,8 @@ impl ShadowMmu {
 }
 
 impl<F: Format> ShadowMmu<F> {
-    /// Makes a VM without memslots on `machine`, with second-level tables that `mmu` makes, and shadow
-    /// pages of nested tables.
+    /// Makes a VM without memslots on `machine`, with second-level tables that `mmu` makes. The VM shadows the guest's
+    /// nested tables.
     pub fn nested(machine: &GuestMachine, mmu: MmuKind) -> Self {
         ShadowMmu::with_config(machine, Config::default().with_mmu(mmu).with_nested(true))
     }
@@ -172,7 +172,7 @@ impl<F: Format> GuestMmu for ShadowMmu<F> {
 
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
         let found = self.engine.frame_of(gfn);
-        // A frame that the second level does not map may be mapped by shadow pages of nested tables.
+        // If the second level does not map a frame, shadow pages of nested tables may still map it.
         found.filter(|frame| frame.is_some() || self.vm().mmu() == MmuKind::Shadow)
     }
 

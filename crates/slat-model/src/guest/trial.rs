@@ -1,4 +1,4 @@
-//! Whole runs of a guest on an MMU, from a seed.
+//! Runs a guest on an MMU with operations that a seed determines.
 
 use std::fmt;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::tally::Tally;
 /// The function that makes the MMU of a run.
 type Make = dyn Fn(&GuestMachine) -> Box<dyn GuestMmu>;
 
-/// An MMU to run guests on.
+/// A kind of MMU to test, and how it is tested.
 pub struct GuestSubject {
     name: String,
     make: Box<Make>,
@@ -35,7 +35,7 @@ impl fmt::Debug for GuestSubject {
     }
 }
 
-/// A run in which an MMU broke a rule. [`fmt::Display`] writes all data that is needed to repeat the run.
+/// A failed run: the MMU has broken a rule. [`fmt::Display`] writes all data that is needed to repeat the run.
 #[derive(Debug)]
 pub struct GuestFailure(Failure<GuestOp>);
 
@@ -58,7 +58,8 @@ impl fmt::Display for GuestFailure {
 }
 
 impl GuestSubject {
-    /// Makes the subject of runs on MMUs that `make` makes. Each MMU is for a VM without memslots on its own machine.
+    /// Makes a subject that tests the MMUs that `make` returns. Each MMU is for a VM without memslots on its own
+    /// machine.
     pub fn new<M: GuestMmu + 'static>(
         name: impl Into<String>,
         make: impl Fn(&GuestMachine) -> M + 'static,
@@ -70,10 +71,9 @@ impl GuestSubject {
         }
     }
 
-    /// Makes the second vCPU's tables the nested tables of an AMD hypervisor, which runs on the first vCPU: they
-    /// translate the physical addresses of the hypervisor's guest. Both vCPUs use the same tables, in which some
-    /// entries have different meanings for the two
-    /// ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
+    /// Makes the second vCPU's tables the nested tables of an AMD hypervisor, which runs on the first vCPU. These
+    /// tables translate the physical addresses of the hypervisor's guest. Both vCPUs use the same tables; some entries
+    /// have different meanings for the two ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
     #[must_use]
     pub fn with_nested_tables(self) -> Self {
         GuestSubject {
@@ -83,28 +83,28 @@ impl GuestSubject {
         }
     }
 
-    /// Makes the subject that tests the engine with second-level tables that `mmu` makes. Each access walks the
-    /// guest's tables.
+    /// Makes a subject that tests the engine with second-level tables that `mmu` makes. Each access walks the guest's
+    /// tables.
     pub fn engine(mmu: MmuKind) -> Self {
         GuestSubject::new(format!("engine, {mmu:?}"), move |machine| {
             EngineMmu::with_mmu(machine, mmu)
         })
     }
 
-    /// Makes the subject that tests the engine with its shadow MMU.
+    /// Makes a subject that tests the engine with its shadow MMU.
     pub fn shadow() -> Self {
         GuestSubject::new("shadow", ShadowMmu::new)
     }
 
-    /// Makes the subject that tests the engine with second-level tables of format `F` that `mmu` makes, and with
-    /// shadow pages of the hypervisor's nested tables ([`GuestSubject::with_nested_tables`]).
+    /// Makes a subject that tests the engine with second-level tables of format `F` that `mmu` makes. The engine
+    /// shadows the hypervisor's nested tables ([`GuestSubject::with_nested_tables`]).
     pub fn nested<F: Format>(mmu: MmuKind) -> Self {
         let name = format!("nested, {mmu:?}, {}", F::NAME);
         let make = move |machine: &GuestMachine| ShadowMmu::<F>::nested(machine, mmu);
         GuestSubject::new(name, make).with_nested_tables()
     }
 
-    /// Makes the subject that tests the engine with a TLB, paging-structure caches and copies of tables.
+    /// Makes a subject that tests the engine with a TLB, paging-structure caches and copies of tables.
     pub fn caching() -> Self {
         GuestSubject::new("caching", |machine| CachingMmu::new(machine, None))
     }
@@ -116,7 +116,8 @@ impl GuestSubject {
         })
     }
 
-    /// Runs a guest for `accesses` accesses, chosen by a seed. In every fourth run the client writes guest memory, too.
+    /// Runs a guest for `accesses` accesses, which the seed determines. In every fourth run, the client writes guest
+    /// memory, too.
     ///
     /// # Panics
     /// If the MMU breaks a rule, with a [`GuestFailure`] as the message.
@@ -154,7 +155,7 @@ impl GuestSubject {
         .map_err(GuestFailure)
     }
 
-    /// Returns whether the run of a seed fails, without shortening it, and without its message.
+    /// Returns whether the run of a seed fails. Does not shorten the run, and prints no message.
     pub fn fails(&self, seed: u64, accesses: u64) -> bool {
         silent(|| panics(|| drop(self.generate(seed, accesses, |_| ()))))
     }
@@ -178,7 +179,7 @@ impl GuestSubject {
         runner.tally()
     }
 
-    /// Returns the operations of a run up to the one that fails.
+    /// Returns the operations of a failing run up to the one that fails.
     fn record(&self, seed: u64, accesses: u64) -> Vec<GuestOp> {
         let mut ops = Vec::new();
         panics(|| drop(self.generate(seed, accesses, |op| ops.push(op.clone()))));

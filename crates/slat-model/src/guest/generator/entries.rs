@@ -1,4 +1,4 @@
-//! Generates page-table entries. Most reference a table of a suitable kind, and most grant rights.
+//! Generates page-table entries. Most entries reference a table of a suitable kind, and most grant rights.
 
 use super::Generator;
 use crate::guest::entry::{A, D, G, P, PS, RW, US, XD};
@@ -6,8 +6,8 @@ use crate::guest::layout::*;
 use crate::guest::registers::PHYSICAL_BITS;
 
 impl Generator {
-    /// Returns the address `offset` bytes into the entry at `index`, and the bytes to store there: the end of this
-    /// entry's new value, and the beginning of the next entry's.
+    /// Returns an address, `offset` bytes after the beginning of the entry at `index`, and the bytes to store there.
+    /// They are the end of a new value of this entry, and the beginning of a new value of the next entry.
     pub(super) fn entries(&mut self, frame: u64, index: u64, offset: u64) -> (u64, [u8; 8]) {
         let mut values = [0; 16];
         let size = entry_size(frame);
@@ -30,7 +30,7 @@ impl Generator {
         let is_directory = tables.directories.contains(&frame);
         let large = rng.one_in(if is_root { 50 } else { 4 });
         let mut entry = match rng.below(16) {
-            // This bit of the entry is bit 32 of the address (PSE-36).
+            // Bit 13 of this entry is bit 32 of the page's address (PSE-36).
             _ if large && size == 4 && rng.one_in(3) => 1 << 13,
             _ if large => rng.pick(&LARGE),
             0..6 if is_root => in_range(rng, &tables.roots) << 12,

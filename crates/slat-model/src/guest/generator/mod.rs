@@ -29,12 +29,12 @@ const ACCESSES: [Access; 5] = [
 /// fourth value forbids writes for all keys except key 0.
 const KEYS: [u32; 4] = [0, 0, 0x4444_4444, 0xaaaa_aaa8];
 
-/// Chooses operations for the state that a run is in.
+/// Chooses operations that fit the current state of a run.
 pub(super) struct Generator {
     rng: Rng,
-    /// Whether the client writes guest memory, too.
+    /// Whether the client (the VMM), too, writes guest memory.
     client: bool,
-    /// Indices at levels 5 to 1 of the addresses that are used now.
+    /// The addresses in use, as indices at levels 5 to 1.
     addresses: Vec<[u64; 5]>,
     /// The number of address spaces.
     spaces: u64,
@@ -57,13 +57,14 @@ impl Generator {
         generator
     }
 
-    /// Plans the slots, stores that fill the tables, and the first modes.
+    /// Plans the first operations: the creation of slots, stores that fill the tables, and changes to the first paging
+    /// modes.
     fn plan_start(&mut self) {
         for cpu in 0..CPUS {
             let mode = self.set_mode(cpu);
             self.planned.push(mode);
         }
-        // Tables are written before their slot becomes read-only.
+        // The tables in this slot are written before the slot becomes read-only.
         let read_only = region(READ_ONLY, 0);
         self.planned.push(GuestOp::SetRegion(read_only));
         let deleted = read_only.with_size(0);
@@ -119,12 +120,12 @@ impl Generator {
         }
     }
 
-    /// Returns an address: mostly one of those in use, in the mode of the vCPU.
+    /// Returns a virtual address for the paging mode of the vCPU: mostly one of the addresses in use.
     fn gva(&mut self, cpu: usize, runner: &Runner) -> u64 {
         let offset = self.rng.pick(&[0, 0, 0x18, 0xff4, 0xff8]) + self.rng.below(8);
         let [i5, i4, i3, i2, i1] = self.rng.pick(&self.addresses);
         match runner.registers(cpu).mode() {
-            // Without paging, the address is in the frame of a table, or in another page.
+            // Without paging, the address is physical: in the frame of a table, or in another frame.
             None => self.rng.below(64) << 12 | offset,
             Some(Mode::Bits32 { .. }) => {
                 let at = |i: u64| INDICES_OF_4[(i % 7) as usize];
@@ -163,7 +164,7 @@ impl Generator {
             }
         };
         let index = self.rng.pick(indices_in(frame));
-        // Mostly store whole entries. Otherwise store a part of one entry, or parts of two entries.
+        // Mostly, whole entries are stored. Otherwise, a part of one entry, or parts of two entries.
         let (offset, bytes) = match self.rng.below(8) {
             0..4 => (0, 8),
             4 => (0, 4),
@@ -196,8 +197,8 @@ impl Generator {
         }
     }
 
-    /// Plans accesses to one address before and after a store to an entry that translates it, with or without a flush
-    /// in between.
+    /// Plans accesses to one address before and after a store to an entry that translates the address. There may be a
+    /// flush after the store.
     fn stale_use(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let gva = self.gva(cpu, runner);
         let path = runner.path_to(cpu, gva);
@@ -254,7 +255,7 @@ impl Generator {
         access(first)
     }
 
-    /// Returns a frame that is used as a table in the mode of the vCPU.
+    /// Returns a frame that serves as a table in the vCPU's paging mode.
     fn table(&mut self, runner: &Runner, cpu: usize) -> u64 {
         match runner.registers(cpu).mode() {
             _ if self.rng.one_in(16) => self.rng.below(64),
@@ -278,8 +279,8 @@ impl Generator {
         GuestOp::Invpcid { cpu, invpcid }
     }
 
-    /// Returns a root for `mode`, with a PCID, which is the number of the address space. Two spaces may share a root,
-    /// and a PCID sometimes gets another root.
+    /// Returns a root for `mode`, with a PCID, which is the number of the address space. Two address spaces may have
+    /// the same root, and sometimes a PCID gets another root.
     fn cr3(&mut self, mode: Mode, pcids: bool) -> u64 {
         let space = self.rng.below(self.spaces);
         let root = match self.rng.one_in(16) {
@@ -299,7 +300,7 @@ impl Generator {
     fn load_cr3(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let registers = runner.registers(cpu);
         let pcids = registers.cr4 & CR4_PCIDE != 0;
-        // Without PCIDs, bits 3 and 4 are not address bits.
+        // Without PCIDs, bits 3 and 4 of CR3 (PWT and PCD) are not part of the address, so they may be set.
         let ignored = match !pcids && self.rng.one_in(8) {
             true => 0x18,
             false => 0,
@@ -354,8 +355,8 @@ impl Generator {
         GuestOp::SetMode { cpu, mode, cr3 }
     }
 
-    /// Changes a slot, and plans to change it back. Meanwhile the slot is deleted, has other memory or other rights, or
-    /// is at another address; or its dirty logging starts or stops.
+    /// Changes a slot, and plans to change it back. In between, the slot is deleted, has other host memory or other
+    /// rights, or is at another address. Or its dirty logging starts or stops.
     fn slot_change(&mut self, runner: &Runner) -> GuestOp {
         let slot = self.rng.below(SLOTS.len() as u64) as usize;
         let home = region(slot, 0);
@@ -398,7 +399,7 @@ impl Generator {
         GuestOp::SetRegion(changes[0])
     }
 
-    /// Plans accesses for the time while the slot, or a page of it, is missing.
+    /// Plans accesses while the slot, or a page of it, is missing.
     fn plan_accesses(&mut self, runner: &Runner) {
         for _ in 0..self.rng.below(12) {
             let cpu = self.rng.below(CPUS as u64) as usize;
@@ -426,7 +427,7 @@ impl Generator {
             },
         };
         if !writable {
-            // Make the memory writable again soon, because most accesses write a flag.
+            // The memory becomes writable again soon, because most accesses have to set a flag in an entry.
             let writable = true;
             self.planned.push(GuestOp::Invalidate {
                 pages: pages.clone(),

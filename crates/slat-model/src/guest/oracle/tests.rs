@@ -1,4 +1,4 @@
-//! Tests the rules one by one: for each rule, outcomes that it allows and outcomes that it forbids.
+//! Tests each rule with outcomes that it allows and outcomes that it forbids.
 
 use slat::guest_walk::error_code;
 use slat::{Gpa, Region};
@@ -7,19 +7,19 @@ use super::super::entry::{G, RW, US};
 use super::super::registers::*;
 use super::*;
 
-/// Present, with all rights, accessed and dirty.
+/// The flags of an entry that is present, grants all rights, and is accessed and dirty.
 const ALL: u64 = P | RW | US | A | D;
-/// An address that [`Guest::new`] maps, and its leaf.
+/// An address that [`Guest::new`] maps. [`LEAF`] is the address of its leaf.
 const GVA: u64 = 0x1000;
 const LEAF: u64 = 0x4008;
-/// The entry that references the table with [`LEAF`].
+/// The address of the entry that references the table that contains [`LEAF`].
 const DIRECTORY: u64 = 0x3000;
-/// An address with another leaf in the same table.
+/// An address that is translated by another leaf in the same table as [`LEAF`].
 const NEIGHBOUR: u64 = 0x2000;
-/// An address that shares only the highest entry with [`GVA`].
+/// An address whose path shares only the highest entry with the path of [`GVA`].
 const FAR: u64 = 0x4000_0000;
 
-/// A guest on one vCPU, with 4-level paging: tables in frames 1 to 5, data in frames 8 and up.
+/// A guest with one vCPU and 4-level paging. Frames 1 to 5 are tables; frames from 8 on are data.
 struct Guest {
     oracle: Oracle,
 }
@@ -99,13 +99,13 @@ impl Guest {
         search.find(Goal::Outcome(outcome)).is_some()
     }
 
-    /// Whether a read of `gva` may reach the page in a frame.
+    /// Whether a read of `gva` may reach the page in the frame `gfn`.
     fn may_read(&self, gva: u64, gfn: u64) -> bool {
         let page = self.oracle.memory.access(gfn << 12, Access::Read);
         self.allows(gva, Access::Read, page)
     }
 
-    /// Returns which of frames 8 to 11 a read of [`GVA`] may reach.
+    /// Returns those of the frames 8 to 11 that a read of [`GVA`] may reach.
     fn readable(&self) -> Vec<u64> {
         (8..12).filter(|gfn| self.may_read(GVA, *gfn)).collect()
     }
@@ -164,7 +164,7 @@ fn a_global_translation_outlives_flushes_of_its_context() {
     guest.oracle.invpcid(0, Invpcid::AllButGlobal);
     guest.oracle.invpcid(0, Invpcid::Context { pcid: 0 });
     assert_eq!(guest.readable(), [8, 9]);
-    // The translation is used under another PCID, too, with other tables, which map nothing.
+    // A global translation is also used under another PCID, whose own tables map nothing.
     guest.load_cr3(0x5007, false);
     assert_eq!(guest.readable(), [8]);
     guest.invlpg(NEIGHBOUR);
@@ -175,8 +175,7 @@ fn a_global_translation_outlives_flushes_of_its_context() {
 
 #[test]
 fn a_pcid_has_its_own_translations_only() {
-    // A value that is in memory only while another PCID is current is not cached for the first
-    // PCID.
+    // A value that is in memory only while another PCID is current cannot be cached for the first PCID.
     let mut guest = Guest::with_pcids();
     guest.load_cr3(0x5007, true);
     assert_eq!(guest.readable(), [0; 0]);
@@ -194,7 +193,8 @@ fn a_lower_entry_may_be_read_through_an_upper_one_that_was_cached() {
     guest.store(DIRECTORY, 0x5000 | ALL);
     guest.store(LEAF, 0xa000 | ALL);
     assert_eq!(guest.readable(), [8, 10]);
-    // INVLPG of any address drops the upper entry. The translation to frame 10 may exist by then.
+    // INVLPG of any address drops the upper entry from the paging-structure caches. But the translation to frame 10 may
+    // have been cached before.
     guest.invlpg(FAR);
     guest.store(LEAF, 0xb000 | ALL);
     assert_eq!(guest.readable(), [8, 10]);
@@ -242,7 +242,7 @@ fn a_write_needs_the_dirty_flag() {
     assert!(!guest.allows(GVA, Access::Write, page));
     guest.store(LEAF, 0x8000 | ALL);
     assert!(guest.allows(GVA, Access::Write, page));
-    // Only the dirty value was cached for writes.
+    // For writes, only the leaf with the dirty flag was cached.
     guest.store(LEAF, 0);
     assert!(guest.allows(GVA, Access::Write, page));
 }

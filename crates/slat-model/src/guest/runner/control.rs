@@ -1,4 +1,4 @@
-//! Instructions that flush, and that write control registers.
+//! Runs instructions that flush, and instructions that write control registers.
 
 use slat::guest_walk::Mode;
 
@@ -10,7 +10,7 @@ use crate::guest::registers::*;
 
 impl Runner {
     pub(super) fn invlpg(&mut self, cpu: usize, gva: u64) {
-        // Without paging, the instruction does nothing.
+        // Without paging, the instruction has no effect on translations.
         if let Some(paging) = self.registers(cpu).paging(&Privilege::KERNEL) {
             let gva = canonical(paging.mode, gva);
             self.mmu.invlpg(cpu, gva);
@@ -41,7 +41,7 @@ impl Runner {
         self.tally.count(name);
     }
 
-    /// Writes a register, and the PDPTEs if the write loads them. Does nothing if the write causes a
+    /// Writes a register, and the PDPTEs if the write loads them. Returns false and does nothing if the write causes a
     /// general-protection exception.
     fn write(&mut self, cpu: usize, write: RegisterWrite, mut new: Registers) -> bool {
         let old = *self.registers(cpu);
@@ -111,12 +111,12 @@ impl Runner {
         }
         self.tally.count(name);
         if control == Control::NoExecute {
-            // Software flushes everything afterwards, by two changes of CR4.PGE.
+            // As software must do here, the guest flushes everything, by changing CR4.PGE twice.
             for _ in 0..2 {
                 new = *self.registers(cpu);
                 new.cr4 ^= CR4_PGE;
-                // With PAE paging, the PDPTEs may have become invalid. If MOV to CR4 then fails, MOV to CR0 turns
-                // paging off.
+                // With PAE paging, the PDPTEs in memory may have become invalid. Then MOV to CR4 fails, and MOV to CR0
+                // turns paging off.
                 if !self.write(cpu, RegisterWrite::Cr4, new) {
                     self.paging_off(cpu);
                     return;
@@ -170,7 +170,7 @@ impl Runner {
     }
 }
 
-/// Returns the canonical address that a vCPU in this mode makes from `gva`.
+/// Returns the canonical address for `gva` in this paging mode (sign-extended).
 pub(super) fn canonical(mode: Mode, gva: u64) -> u64 {
     let unused = match mode {
         Mode::Bits32 { .. } | Mode::Pae => return gva & 0xffff_ffff,

@@ -1,4 +1,4 @@
-//! Runs operations on an MMU, and makes the oracle judge each outcome.
+//! Runs operations on an MMU. The oracle judges each outcome.
 
 mod control;
 mod tallied;
@@ -20,7 +20,7 @@ use crate::tally::Tally;
 use control::canonical;
 pub use tallied::{OF_CACHES, USUAL};
 
-/// Number of operations after which the oracle forgets old values.
+/// The number of operations after which the oracle forgets old values.
 const BATCH: u64 = 64;
 
 /// An MMU under test, and its oracle.
@@ -29,14 +29,15 @@ pub(super) struct Runner {
     oracle: Oracle,
     tally: Tally,
     ops: u64,
-    /// Frames of tables that have translated an access since the memslots were changed.
+    /// The frames of tables that have translated an access since the memslots last changed.
     live: HashSet<u64>,
 }
 
 impl Runner {
     pub fn new(machine: GuestMachine, mmu: Box<dyn GuestMmu>, nested_tables: bool) -> Self {
         let mut oracle = Oracle::new(machine);
-        // The tables of the first vCPU are the hypervisor's own tables.
+        // The first vCPU's tables are the hypervisor's own tables. Only the second vCPU's tables may be AMD's nested
+        // tables.
         oracle.cpus[1].registers.reserves_table_global = nested_tables;
         Runner {
             mmu,
@@ -51,7 +52,7 @@ impl Runner {
         &self.oracle.cpus[cpu].registers
     }
 
-    /// Returns the addresses of the entries that translate `gva`.
+    /// Returns the addresses of the entries that now translate `gva`.
     pub fn path_to(&self, cpu: usize, gva: u64) -> Vec<u64> {
         let Some(paging) = self.registers(cpu).paging(&Privilege::KERNEL) else {
             return Vec::new();
@@ -73,7 +74,7 @@ impl Runner {
         }
     }
 
-    /// Returns the regions of the memslots that exist now.
+    /// Returns the regions of the existing memslots.
     pub fn regions(&self) -> impl Iterator<Item = Region> {
         let slots = self.oracle.memory.model.slots.iter();
         slots.map(|(id, slot)| slot.region(*id))
@@ -169,7 +170,7 @@ impl Runner {
         outcome
     }
 
-    /// Looks up the guest frame that an access has just reached at `host`.
+    /// Checks that the MMU maps the guest frame at `host`, which an access has just reached, to this host frame.
     fn look_up(&mut self, host: Hpa) {
         let (page, _) = HostMemory::identify(host.pfn());
         let gfn = self.oracle.memory.gfn_of(page);
@@ -188,8 +189,8 @@ impl Runner {
         let first = (PAGE_SIZE - start % PAGE_SIZE).min(operand.len() as u64);
         let second = operand.len() as u64 - first;
         let next = start.wrapping_add(first);
-        // For two pages, access the first page twice: the walk for the second page may have made it a
-        // table.
+        // A store in two pages accesses the first page twice, because the walk for the second page may have turned the
+        // first page into a table.
         let accesses: &[(u64, u64)] = match second {
             0 => &[(start, first)],
             _ => &[(start, first), (next, second), (start, first)],
@@ -308,7 +309,7 @@ impl Runner {
     }
 }
 
-/// Whether the memslot has the frame.
+/// Whether the memslot contains the frame.
 fn contains(slot: &Region, gfn: u64) -> bool {
     (slot.gpa.0 >> 12..(slot.gpa.0 + slot.size) >> 12).contains(&gfn)
 }

@@ -1,4 +1,4 @@
-//! The events of a run that are counted in the tally.
+//! The events of a run that its tally counts.
 
 use slat::Access;
 use slat::guest_walk::{Mode, error_code};
@@ -10,7 +10,7 @@ use crate::guest::ops::How;
 use crate::guest::oracle::{GuestAccess, Trace};
 use crate::guest::search::Found;
 
-/// Names that a long run must have counted, whatever the MMU.
+/// The names that a long run must count, whatever MMU it tests.
 pub const USUAL: [&str; 57] = [
     "paging is off",
     "32-bit paging",
@@ -70,8 +70,7 @@ pub const USUAL: [&str; 57] = [
     "dirty log without pages",
     "dirty log with pages",
 ];
-/// Further names that a run must have counted if its MMU uses stale translations and tracks the pages of
-/// tables.
+/// The names that a long run must also count if its MMU uses stale translations and tracks the pages of tables.
 pub const OF_CACHES: [&str; 5] = [
     "stale table",
     "stale translation",
