@@ -32,12 +32,12 @@
 //! ```
 //!
 //! Operations create, move and delete memslots, and change the memory under them. Three vCPUs access the memslots in
-//! two address spaces, and change between these. Other operations change policies, collect dirty logs and rings, clone
-//! the VM and continue with both, and make allocations fail. Each result of the engine is compared with the model's.
-//! After each operation no TLB may have an entry that is not in the tables. Every 500 operations the engine's
-//! invariants are checked ([`slat::Vm::audit`]). [`Machine`] lists what this tests of the platform.
+//! two address spaces, and switch between these. Other operations change policies, collect dirty logs and rings, clone
+//! the VM and continue with both VMs, and make allocations fail. Each result of the engine is compared with the
+//! model's. After each operation, no TLB may hold an entry that is no longer in the tables. Every 500 operations the
+//! engine's invariants are checked ([`slat::Vm::audit`]). [`Machine`] lists what this tests of the platform.
 //!
-//! If a run fails, the message ends with a few of its operations that also fail ([`Failure`]).
+//! If a run fails, the message ends with a short sequence of its operations that fails, too ([`Failure`]).
 //!
 //! # Your page-table format under these tests
 //! Implement [`Format`](slat::Format), which is an `unsafe trait`: its documentation lists your promises. Then:
@@ -54,8 +54,8 @@
 //! its functions.
 //!
 //! # The parts
-//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest,
-//!   and table frames detect misuse. A [hook](SimMachine::set_hook) lets a test run code at a chosen moment, for
+//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail on request, host pages change while the guest
+//!   runs, and table frames detect misuse. A [hook](SimMachine::set_hook) lets a test run code at a chosen moment, for
 //!   example to make two threads meet;
 //! * [`Tlb`]: the entries that a hardware walker may have cached, and that must not conflict with the tables;
 //! * [`Subject`]: whole runs on every format; [`streams`] runs operations from a fuzzer's bytes;

@@ -1,4 +1,4 @@
-//! A lock that needs no std: std's mutex, or a spin lock without the feature `std`.
+//! A lock that needs no std. With the feature `std`, it is std's mutex, otherwise a spin lock.
 
 #[cfg(feature = "std")]
 pub use hosted::Lock;
@@ -9,12 +9,12 @@ pub use spinning::Lock;
 mod hosted {
     use std::sync::{Mutex, MutexGuard};
 
-    /// Data under a lock: std's mutex.
+    /// Data under a lock, which is std's mutex.
     #[derive(Default)]
     pub struct Lock<T>(Mutex<T>);
 
     impl<T> Lock<T> {
-        /// Makes an open lock.
+        /// Makes a lock that no thread holds.
         pub const fn new(data: T) -> Self {
             Lock(Mutex::new(data))
         }
@@ -36,19 +36,19 @@ mod spinning {
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::{AtomicBool, Ordering::*};
 
-    /// Data under a lock: a spin lock, held for a few instructions only, by CPUs that are never
-    /// preempted while they hold it.
+    /// Data under a spin lock. A CPU holds the lock for a few instructions only, and is not preempted while it holds
+    /// the lock.
     #[derive(Default)]
     pub struct Lock<T> {
         held: AtomicBool,
         data: UnsafeCell<T>,
     }
 
-    // SAFETY: the data is accessed only through a guard, and there is one guard at a time.
+    // SAFETY: the data is accessed only through a guard, and at most one guard exists at a time.
     unsafe impl<T: Send> Sync for Lock<T> {}
 
     impl<T> Lock<T> {
-        /// Makes an open lock.
+        /// Makes a lock that no CPU holds.
         pub const fn new(data: T) -> Self {
             Lock {
                 held: AtomicBool::new(false),

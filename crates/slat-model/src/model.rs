@@ -34,13 +34,13 @@ pub struct ModelSlot {
     pub base: u64,
     /// The length in pages.
     pub pages: u64,
-    /// Byte address of the backing.
+    /// The address of the backing, in bytes.
     pub backing: u64,
     /// The flags `KVM_MEM_*`.
     pub flags: u32,
-    /// The greatest rights that the guest gets.
+    /// The rights that the guest gets at most.
     pub rights: Rights,
-    /// The type by which the CPU caches the memory, unless the host's type caches less.
+    /// The memory type of the guest's accesses, unless the host page's type caches less.
     pub memory: MemoryType,
 }
 
@@ -99,8 +99,8 @@ impl ModelSlot {
         .with_memory(self.memory)
     }
 
-    /// Returns the host page `page`, with the rights that both page and slot allow, and the memory type that caches
-    /// less.
+    /// Returns the host page `page` as the slot maps it: with the rights that page and slot both allow, and with the
+    /// less cached of their two memory types.
     fn limit(&self, page: HostPage) -> HostPage {
         let device = [page.memory, self.memory].contains(&MemoryType::Device);
         let memory = match (page.memory, self.memory) {
@@ -126,7 +126,7 @@ impl ModelSlot {
     }
 
     /// Like [`Self::fitting_level`], but as if the slot did not log. A write-protected leaf that was installed before
-    /// dirty logging started may have this level.
+    /// dirty logging was turned on may have this level.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -144,11 +144,11 @@ impl ModelSlot {
 /// The correct result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// The client emulates the access.
+    /// MMIO: the client emulates the access.
     Mmio,
     /// KVM_RUN fails with EFAULT.
     BadAddress,
-    /// The client brings the page.
+    /// The page is not present yet. The client brings it, and the access is tried again.
     Absent,
     /// The frame is private, and no private memory backs it.
     Private,
@@ -158,36 +158,36 @@ pub enum Expected {
     Page(HostPage),
 }
 
-/// The method by which a log detects writes.
+/// The method by which a dirty log detects writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
-    /// Write protection detects the written pages.
+    /// Write protection: a write fault detects each written page.
     #[default]
     Protection,
-    /// The dirty bits of leaves detect the written pages. The log may also contain neighbours of a written page.
+    /// The dirty bits of leaves show the written pages. The log may also contain neighbours of a written page.
     DirtyBits,
-    /// The buffers of walkers contain the written pages.
+    /// The buffers that hardware walkers fill (Intel: PML) show the written pages.
     Buffers,
 }
 
-/// The logging method of slots whose dirty logging starts from now on.
+/// The settings of dirty logs. They apply to slots whose dirty logging starts from now on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
-    /// Logs write to rings, and have no bitmap.
+    /// Written pages are recorded in rings, and there are no bitmaps.
     pub rings: bool,
-    /// Getting a log changes nothing; only clearing the log clears and protects its pages.
+    /// Reading a log (KVM_GET_DIRTY_LOG) changes nothing. Only KVM_CLEAR_DIRTY_LOG clears bits and protects pages.
     pub manual: bool,
-    /// A new dirty log has every page marked at first.
+    /// Initially, a new dirty log has all bits set.
     pub initially_set: bool,
     /// The method by which new logs detect writes, if they are not rings.
     pub method: Method,
 }
 
-/// The log of a slot.
+/// The dirty log of a slot.
 #[derive(Clone, Debug)]
 struct Log {
-    /// A bit per page, counted from the slot's start: the page was written since the bit was last cleared. With rings:
-    /// a ring entry that has not been reset contains the page.
+    /// One bit for each page of the slot. For bitmaps: the page was written since its bit was last cleared. For rings:
+    /// a ring entry that was not reset contains the page.
     noted: Vec<u64>,
     method: Method,
     /// Whether the log may contain pages that were not written.
@@ -228,18 +228,18 @@ pub struct GuestModel {
     pub capacity: u64,
     /// Memslots by id.
     pub slots: BTreeMap<u32, ModelSlot>,
-    /// The settings of `KVM_ENABLE_CAP`.
+    /// The settings that the client has made by `KVM_ENABLE_CAP`.
     pub mode: LogMode,
     logs: BTreeMap<u32, Log>,
-    /// Id of each slot by its first frame.
+    /// The id of each slot, by the slot's first frame.
     by_base: BTreeMap<u64, u32>,
-    /// The guest frames that are private (KVM_MEMORY_ATTRIBUTE_PRIVATE), in ranges that do not overlap. No slot has
-    /// private backing.
+    /// The guest frames that are private (KVM_MEMORY_ATTRIBUTE_PRIVATE), as ranges that do not overlap. No slot has
+    /// private memory.
     private: Vec<Range<u64>>,
 }
 
 impl GuestModel {
-    /// Makes a guest without memory, in tables of `granule` that map `capacity` frames.
+    /// Makes a guest without memory. Its tables have pages of `granule`, and map `capacity` frames.
     pub fn new(granule: Granule, capacity: u64) -> Self {
         GuestModel {
             granule,
@@ -273,7 +273,7 @@ impl GuestModel {
         self.private.iter().any(overlaps)
     }
 
-    /// Returns the largest level up to `level` of a leaf around `gfn` that covers no private frame.
+    /// Returns the highest level, at most `level`, at which a leaf around `gfn` covers no private frame.
     pub fn shared_level(&self, gfn: u64, mut level: Level) -> Level {
         while level > Level::PAGE {
             let block = self.granule.block(Gfn(gfn), level);
@@ -285,7 +285,7 @@ impl GuestModel {
         level
     }
 
-    /// Returns the memory of a clone, whose logs are new.
+    /// Returns the model of a clone's memory: the same slots, with new logs.
     pub fn fork(&self) -> Self {
         let anew = |id: &u32| (*id, Log::new(self.slots[id].pages, self.mode));
         GuestModel {
@@ -325,7 +325,7 @@ impl GuestModel {
         if new.end() > self.capacity {
             return Err(EINVAL);
         }
-        // KVM keeps the bitmap of a slot while the slot continues to log, also when it moves.
+        // In KVM, the bitmap of a slot survives as long as the slot logs, even when the slot moves.
         let log = self.remove(id);
         if new.logs() {
             let log = log.unwrap_or_else(|| Log::new(new.pages, self.mode));
@@ -384,7 +384,8 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Returns the log of slot `id` after a change of several slots has made it `new`: pages that stay keep their bits.
+    /// Returns the log of slot `id` after a change of several slots, which has made this slot `new`. Pages that the
+    /// slot had before keep their bits.
     fn log_for(&self, id: u32, new: &ModelSlot) -> Log {
         let same = |old: &&ModelSlot| (old.backing, old.pages) == (new.backing, new.pages);
         let own = self.slots.get(&id).filter(same);
@@ -400,8 +401,8 @@ impl GuestModel {
             {
                 let marked = known.holds(gfn - slot.base) && !self.mode.rings;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
-                // A log that the slot keeps already has bits set. If two slots exchange their memory, a log may get
-                // some of its own bits back.
+                // If the slot keeps its log, the log already has bits set. If two slots exchange their memory, a log
+                // may get some of its own bits back.
                 let before = if is_own {
                     log.noted[word]
                 } else {
@@ -419,13 +420,13 @@ impl GuestModel {
         self.by_base.insert(slot.base, id);
     }
 
-    /// Returns the frames that have the same memory and rights in `self` and in `after`, and that stay mapped when
-    /// dirty logging is turned on or off.
+    /// Returns the frames that have the same memory and rights in `self` and in `after`. The change from `self` to
+    /// `after` must not unmap these frames, even if it turns dirty logging on or off.
     pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
         let mut kept = Vec::new();
         for (id, old) in &self.slots {
             let method = |model: &GuestModel, id| model.logs.get(&id).map(|log: &Log| log.method);
-            // The dirty bits of a slot that moves are noted.
+            // If a slot moves, the dirty bits of its leaves are moved to its log.
             let moved = after.slots.get(id).is_some_and(|new| new.base != old.base);
             if moved && method(self, *id).is_some_and(|method| method != Method::Protection) {
                 continue;
@@ -490,7 +491,7 @@ impl GuestModel {
         }
     }
 
-    /// Whether a write to `gfn` may succeed without another fault.
+    /// Whether the guest may write to `gfn` without another fault.
     pub fn may_write(&self, machine: &impl Machine, gfn: u64) -> bool {
         match (self.expect(machine, gfn, Access::Write), self.slot_at(gfn)) {
             (Expected::Page(_), Some((_, slot))) if machine.is_shared(slot.host_page(gfn)) => false,
@@ -509,7 +510,7 @@ impl GuestModel {
         self.logs.get(&id).is_some_and(|log| log.loose)
     }
 
-    /// Call when the guest was given the right to write to `gfn`.
+    /// Records that the guest was given the right to write to `gfn`. Call when that happens.
     pub fn note_write(&mut self, gfn: u64) {
         if let Some((id, slot)) = self.slot_at(gfn) {
             let page = gfn - slot.base;
@@ -519,7 +520,8 @@ impl GuestModel {
         }
     }
 
-    /// Call when a ring entry was reset: the next write to its page is recorded again.
+    /// Records that the ring entry of `page` was reset, so that the next write to the page is recorded again. Call when
+    /// that happens.
     pub fn reset(&mut self, id: u32, page: u64) {
         if let Some(log) = self.logs.get_mut(&id)
             && let Some(word) = log.noted.get_mut(page as usize / 64)
@@ -547,7 +549,7 @@ impl GuestModel {
         Ok(answer)
     }
 
-    /// Executes KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`. The error is an errno.
+    /// Executes KVM_CLEAR_DIRTY_LOG. Bit n of `bitmap` stands for page `first + n`. The error is an errno.
     pub fn clear_dirty_log(
         &mut self,
         id: u32,
@@ -573,7 +575,7 @@ impl GuestModel {
     }
 }
 
-/// Makes the checks of a region that KVM makes before it looks at other slots. The error is an errno.
+/// Makes the checks of a region that KVM makes before it compares the region with other slots. The error is an errno.
 fn check_alone(region: &Region, granule: Granule) -> Result<(), i32> {
     let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
     let aligned = |x: u64| x.is_multiple_of(granule.bytes());

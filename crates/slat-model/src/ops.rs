@@ -1,4 +1,4 @@
-//! The operations of which a run consists, and how frequent each kind is.
+//! The kinds of operations, and how frequent each kind is in a run.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,19 +8,20 @@ use slat::{Access, Change, Region};
 use crate::host::HostChange;
 use crate::rng::Rng;
 
-/// One operation on a VM. Each can be run in any state, so any operation of a sequence can be left out.
+/// One operation on a VM. Each operation can be run in any state. So a sequence stays valid if an operation is left
+/// out.
 #[derive(Clone, Debug)]
 pub enum Op {
     /// A call of KVM_SET_USER_MEMORY_REGION, whose arguments may be invalid.
     SetRegion {
-        /// Address space; its number may be invalid.
+        /// The number of the address space, which may be invalid.
         space: usize,
         /// The arguments.
         region: Region,
     },
     /// Changes several memslots atomically, with valid or invalid arguments.
     SetRegions {
-        /// Address space.
+        /// The address space.
         space: usize,
         /// The arguments.
         changes: Vec<Change>,
@@ -29,7 +30,7 @@ pub enum Op {
     FindSlot {
         /// The number of the vCPU.
         vcpu: usize,
-        /// Address.
+        /// The guest-physical address.
         gpa: u64,
     },
     /// An access by a vCPU.
@@ -41,11 +42,11 @@ pub enum Op {
         /// The kind of the access.
         access: Access,
     },
-    /// A write by a vCPU with a hardware walker, if the tables allow it.
+    /// A write by the hardware walker of a vCPU, if the tables allow it.
     Walk {
         /// The vCPU.
         vcpu: usize,
-        /// Address.
+        /// The guest-physical address.
         gpa: u64,
     },
     /// A call of KVM_PRE_FAULT_MEMORY.
@@ -72,7 +73,7 @@ pub enum Op {
         pages: Range<u64>,
         /// Their new mapping.
         change: HostChange,
-        /// Accesses by a vCPU to these frames during the invalidation, before and after the change.
+        /// Accesses to these frames by a vCPU during the invalidation, both before and after the change.
         during: Vec<(u64, Access)>,
     },
     /// A call of KVM_GET_DIRTY_LOG.
@@ -97,9 +98,9 @@ pub enum Op {
     },
     /// The client enables KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualLog {
-        /// Whether getting a log leaves the log and its pages unchanged.
+        /// Whether KVM_GET_DIRTY_LOG leaves the log and its pages unchanged.
         manual: bool,
-        /// Whether new dirty logs have every page marked at first.
+        /// Whether a new dirty log initially has all bits set.
         initially_set: bool,
     },
     /// The client collects entries of a vCPU's dirty ring.
@@ -111,11 +112,11 @@ pub enum Op {
     },
     /// A call of KVM_RESET_DIRTY_RINGS.
     ResetRings,
-    /// Sets a policy.
+    /// Sets the policy of this name to this value.
     Policy(&'static str, &'static str),
-    /// Zaps some of the tables that exist because of NX.
+    /// Zaps some of the small leaves' tables that exist because of NX huge pages.
     RecoverNx,
-    /// Clears all accessed bits; then a vCPU accesses one page.
+    /// Clears all accessed bits. Then a vCPU accesses one page.
     Age {
         /// The number of the vCPU.
         vcpu: usize,
@@ -124,9 +125,9 @@ pub enum Op {
         /// The kind of the access.
         access: Access,
     },
-    /// Searches for memory that was not used for some time.
+    /// Searches for memory that was not accessed for some time.
     Cold,
-    /// Replaces small leaves by huge leaves. Asks the platform about at most this many tables.
+    /// Replaces small leaves by huge leaves. At most this many tables are checked with the platform.
     Promote(usize),
     /// A vCPU drops its translations, and reports this to the engine.
     Quiesce(usize),
@@ -139,17 +140,17 @@ pub enum Op {
         /// The address space.
         space: usize,
     },
-    /// Clones the VM. The next operations are for the clone.
+    /// Clones the VM. The next operations are run on the clone.
     Fork,
-    /// Switches to another VM, given by its index from the oldest. The next operations are for that VM.
+    /// Switches to another VM, given by its index, where 0 is the oldest. The next operations are run on that VM.
     Turn(usize),
-    /// Ends the VM, if there are others, and continues with the oldest of the others.
+    /// Ends the current VM, unless it is the only one. The next operations are run on the oldest remaining VM.
     End,
-    /// The allocation after this many others fails.
+    /// Makes one allocation fail, after this many others have succeeded.
     FailAllocation(u64),
 }
 
-/// The kind of an operation, for choosing one.
+/// The kinds of operations, from which the generator chooses.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     Region,
@@ -187,8 +188,7 @@ pub struct Mix {
     column: usize,
 }
 
-/// The frequency of each kind of operation, relative to the other kinds, in the mixes "all", "slots", "logs" and
-/// "clones".
+/// The relative frequency of each kind of operation, in the mixes "all", "slots", "logs" and "clones".
 const FREQUENCIES: [(Kind, [u64; 4]); 25] = [
     (Kind::Fork, [0, 0, 0, 6]),
     (Kind::Turn, [0, 0, 0, 30]),
@@ -228,9 +228,9 @@ impl Mix {
     pub const ALL: Mix = Mix::new("all", 0);
     /// Slot changes and look-ups.
     pub const SLOTS: Mix = Mix::new("slots", 1);
-    /// Writes, and logs that are collected and cleared all the time.
+    /// Writes, and reading and clearing of dirty logs all the time.
     pub const LOGS: Mix = Mix::new("logs", 2);
-    /// A VM and its clones, which access, log and lose memory in turns.
+    /// A VM and its clones, which take turns to access memory, log writes and lose pages.
     pub const CLONES: Mix = Mix::new("clones", 3);
 
     const fn new(name: &'static str, column: usize) -> Self {
@@ -254,7 +254,7 @@ impl Mix {
     }
 }
 
-/// Every policy, with its values; repeated values are more frequent.
+/// All policies with their values. A value that is listed twice is chosen more often.
 pub const POLICIES: [(&str, &[&str]); 13] = [
     ("mmio_caching", &["on", "on", "off"]),
     ("huge_pages", &["on", "on", "on", "off"]),

@@ -1,5 +1,4 @@
-//! The simulated machine: a [`Platform`] whose every result a test can choose, and which a test can interrupt at every
-//! call.
+//! The simulated machine: a [`Platform`] whose results a test can choose, and which a test can interrupt at every call.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -17,7 +16,7 @@ use crate::host::{HostChange, HostMemory, PageKind};
 use crate::sharing::Sharing;
 use crate::watched::Watched;
 
-/// A moment at which a test can run code, to cause an interleaving that rarely happens by chance.
+/// A moment at which a test can run code, to cause an interleaving of threads that rarely happens by chance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A table frame is requested.
@@ -26,23 +25,23 @@ pub enum Event {
     Entries(Pfn),
     /// A backing page is about to be resolved.
     Resolve(Hva),
-    /// A backing page was resolved; the engine does not have the result yet.
+    /// A backing page was resolved, but the engine has not got the result yet.
     Resolved(Hva),
-    /// The platform has found resident pages from this address on; the engine does not have them yet.
+    /// The platform has found resident pages from this address on, but the engine has not got them yet.
     Resident(Hva),
-    /// An entry of the guest's own tables is about to be read; or it was read, and the engine does not have the value
+    /// An entry of the guest's own tables is about to be read, or was just read, but the engine has not got the value
     /// yet ([`SimMachine::guest_entry`]).
     GuestEntry(Hpa),
     /// The engine waits.
     Wait(WaitFor),
-    /// The engine flushes hardware, for the frames from the first one up to, but not including, the second one.
+    /// The engine flushes hardware, for the frames from the first one up to, but excluding, the second one.
     Flush(Gfn, Gfn),
 }
 
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
 type TraceHook = Box<dyn Fn(slat::Event) + Send + Sync>;
 
-/// Blocks every thread that resolves a page of `closed` until the gate is opened.
+/// Makes every thread that resolves a page in `closed` sleep until the gate is opened.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<Option<Range<Hva>>>,
@@ -52,7 +51,7 @@ struct Gate {
 
 /// A simulated machine.
 pub struct SimMachine {
-    /// The machine's host memory; if there are clones, that of the first VM.
+    /// The machine's host memory. If the VM was cloned, this is the memory of the first VM.
     pub host: Arc<HostMemory>,
     pub(crate) sharing: Sharing,
     frames: Frames,
@@ -64,7 +63,7 @@ pub struct SimMachine {
     gate: Gate,
 }
 
-/// The simulated machine as a platform that watches its use.
+/// The simulated machine as a platform that watches how the engine uses it.
 pub type SimPlatform = Watched<SimMachine>;
 
 impl SimPlatform {
@@ -80,11 +79,11 @@ impl SimPlatform {
         platform
     }
 
-    /// Makes hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.
+    /// Makes hardware walkers walk the tables of `vm` from now on. `vm` has `spaces` address spaces.
     pub fn watch<F: Format>(&self, vm: &Vm<SimPlatform, F>, spaces: usize) {
         let root = |space| vm.root(space).expect("an address space of the VM");
         let roots: Vec<_> = (0..spaces).map(root).collect();
-        // SAFETY: frames stay memory until the platform is dropped; the engine's accesses are atomic.
+        // SAFETY: frames stay allocated until the platform is dropped, and the engine accesses them atomically.
         unsafe { self.tlb.watch::<F>(vm.id(), &roots) };
     }
 
@@ -96,7 +95,7 @@ impl SimPlatform {
 }
 
 impl SimMachine {
-    /// Makes a machine with `pages` pages of host memory, of `granule`.
+    /// Makes a machine with `pages` pages of host memory, each the size of `granule`.
     pub(crate) fn with_memory(granule: Granule, pages: u64) -> Arc<Self> {
         Arc::new(SimMachine {
             host: Arc::new(HostMemory::with_granule(granule, pages)),
@@ -132,14 +131,14 @@ impl SimMachine {
         self.hooked.store(true, SeqCst);
     }
 
-    /// Calls `hook` with every event that the engine traces from now on ([`Platform::trace`]), in the state that the
-    /// trait documents. Only the first hook is called.
+    /// Calls `hook` for every event that the engine traces from now on ([`Platform::trace`]). The trait's documentation
+    /// says in which state that is. If this function is called again, the first hook stays.
     pub fn on_trace(&self, hook: impl Fn(slat::Event) + Send + Sync + 'static) {
         let _ = self.trace_hook.set(Box::new(hook));
     }
 
-    /// Call before and after a test's CPU reads an entry of the guest's own tables, at `host`, so that the hook can run
-    /// code.
+    /// Calls the hook for a read of an entry of the guest's own tables, at `host`. Call before and after a test's CPU
+    /// reads such an entry.
     pub fn guest_entry(&self, host: Hpa) {
         self.event(Event::GuestEntry(host));
     }
@@ -150,8 +149,8 @@ impl SimMachine {
         *self.hook.write().unwrap() = None;
     }
 
-    /// Makes threads that resolve a page of `range` sleep from now on, as on a page that a userfaultfd
-    /// handler has not filled yet.
+    /// From now on, makes threads that resolve a page of `range` sleep, as on a page that a userfaultfd handler has not
+    /// filled yet.
     pub fn close_gate(&self, range: Range<Hva>) {
         *self.gate.closed.lock().unwrap() = Some(range);
     }
@@ -191,7 +190,7 @@ impl SimMachine {
     }
 }
 
-/// Whether `page` is the next page of the run, with the same attributes.
+/// Whether `page` continues `run`: it is the next page, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = run.first.with_pfn(run.first.pfn.add(run.pages));
     next == *page

@@ -1,4 +1,4 @@
-//! Checks those promises of a page-table format ([`slat::Format`], "Safety") that concern its functions.
+//! Checks those promises of a page-table format ([`slat::Format`], section "Safety") that concern its functions.
 
 use slat::format::{Entry, Leaf, Privilege};
 use slat::{Access, Format, Level, MemoryType, Pfn};
@@ -10,9 +10,9 @@ const MEMORY: [MemoryType; 3] = [
     MemoryType::Device,
 ];
 
-/// Checks the entries that format `F` makes: leaves of every level with every set of flags and with frames that use
-/// every bit, tables, MMIO entries, broken and cleared entries. Only the walker can show whether it interprets these
-/// entries in the same way.
+/// Checks the entries that format `F` makes. These are leaves of every level, with every set of flags and with frames
+/// that use every bit; also entries that refer to tables, MMIO entries, broken entries and cleared entries. Whether the
+/// hardware walker interprets these entries in the same way, only the hardware can show.
 ///
 /// # Panics
 /// If `F` breaks one of the promises of [`Format`]. The message has the promise's number, and the entry.
@@ -80,8 +80,8 @@ fn flags() -> impl Iterator<Item = Leaf> {
     })
 }
 
-/// Returns privileges of a leaf: the privilege of all users. If the tables can shadow a guest's tables, also returns
-/// other privileges, which together have every bit of a key.
+/// Returns the privilege of a leaf that all users may use. If the tables can shadow a guest's tables, also returns
+/// other privileges, which together have every bit of a protection key set.
 fn privileges<F: Format>() -> impl Iterator<Item = Privilege> {
     let others = [(false, 0), (true, 15), (false, 9), (true, 6)];
     let others = others.map(|(user, key)| Privilege::new(user, key));

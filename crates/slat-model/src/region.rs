@@ -1,8 +1,8 @@
-//! Sets memslots in the way of KVM's clients.
+//! Sets memslots as KVM's clients do.
 
 use slat::{Format, Platform, Region, RegionError, Vm};
 
-/// Executes KVM_SET_USER_MEMORY_REGION, in which size 0 deletes the memslot.
+/// Executes KVM_SET_USER_MEMORY_REGION. Size 0 deletes the memslot.
 ///
 /// # Errors
 /// The errors of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].

@@ -1,4 +1,4 @@
-//! The client's side of a dirty ring: KVM's API document, 8.29.
+//! The client's side of a dirty ring (KVM's API document, section 8.29).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use slat::{DirtyGfn, DirtyRing};
 /// A page in a ring entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyPage {
-    /// Address space.
+    /// The address space.
     pub space: usize,
     /// The id of the slot.
     pub slot: u32,
-    /// Page, counted from the slot's start.
+    /// The number of the page, counted from the slot's start.
     pub page: u64,
 }
 
@@ -26,21 +26,21 @@ impl DirtyPage {
     }
 }
 
-/// A share of the memory of one ring, and the client's position in the ring.
+/// A reference to the memory of one ring, and the client's position in the ring.
 pub struct RingClient {
     entries: Arc<[DirtyGfn]>,
-    /// The pages that the client has seen and that were not reset, oldest first.
+    /// The pages of the ring entries that the client has seen and that were not reset, oldest first.
     in_use: VecDeque<DirtyPage>,
-    /// Index after the last ring entry that was seen.
+    /// The index after the last ring entry that the client has seen.
     seen: u32,
-    /// Index after the last ring entry that was collected.
+    /// The index after the last ring entry that the client has collected.
     collected: u32,
 }
 
 impl RingClient {
     /// Number of entries in a ring.
     pub const LEN: u32 = 128;
-    /// Number of ring entries in use at which the vCPU stops.
+    /// The number of ring entries in use at which the vCPU exits (dirty ring full).
     pub(crate) const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;
 
     /// Makes an empty ring.
@@ -53,7 +53,7 @@ impl RingClient {
         }
     }
 
-    /// Returns the engine's side of the ring.
+    /// Returns the engine's object for the ring.
     pub fn ring(&self) -> Arc<DirtyRing> {
         Arc::new(DirtyRing::new(self.entries.clone()).expect("there is memory"))
     }
@@ -62,8 +62,7 @@ impl RingClient {
         &self.entries[(index % Self::LEN) as usize]
     }
 
-    /// Returns the next ring entry that this has not returned yet. The caller still has to collect
-    /// it.
+    /// Returns the next ring entry that this function has not returned yet. Does not collect it.
     pub fn look(&mut self) -> Option<DirtyPage> {
         let page = DirtyPage::new(self.entry(self.seen).page()?);
         self.in_use.push_back(page);
@@ -71,7 +70,7 @@ impl RingClient {
         Some(page)
     }
 
-    /// Collects the next ring entry: the engine may reset it from now on.
+    /// Collects the next ring entry. From now on, the engine may reset this entry.
     pub fn collect(&mut self) -> Option<DirtyPage> {
         if self.seen == self.collected {
             self.look()?;
@@ -81,7 +80,7 @@ impl RingClient {
         Some(DirtyPage::new(page))
     }
 
-    /// Call when the engine has reset one more ring entry.
+    /// Records that the engine has reset one more ring entry. Call when that happens.
     pub(crate) fn note_reset(&mut self) {
         self.in_use.pop_front();
     }
@@ -91,8 +90,7 @@ impl RingClient {
         self.in_use.len() as u32
     }
 
-    /// Call when the engine has released the ring. Returns the pages that the engine has not reset
-    /// before.
+    /// Returns the pages that the engine has not reset. Call when the engine has released the ring.
     pub fn left(&mut self) -> impl Iterator<Item = DirtyPage> {
         self.in_use.drain(..)
     }

@@ -1,6 +1,6 @@
-//! The source of a generator's decisions. The source is a small pseudo-random generator (SplitMix64), so that a failing
-//! run can be repeated from its seed. Or the source is the bytes of a fuzzer. A decision takes as few bytes as it
-//! needs, so that a changed byte changes one decision.
+//! The source of a generator's decisions. The source is either a small pseudo-random generator (SplitMix64), so that a
+//! failing run can be repeated from its seed, or the bytes of a fuzzer. A decision uses as few bytes as possible, so
+//! that a changed byte changes only one decision.
 
 /// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]
@@ -14,7 +14,7 @@ enum Source {
 }
 
 impl Rng {
-    /// Makes a generator; equal seeds give equal sequences.
+    /// Makes a pseudo-random generator. Equal seeds give equal sequences.
     pub fn new(seed: u64) -> Self {
         Rng(Source::Seed(seed))
     }
@@ -24,7 +24,7 @@ impl Rng {
         Rng(Source::Bytes(bytes.iter().rev().copied().collect()))
     }
 
-    /// Whether the generator's bytes have run out.
+    /// Whether the fuzzer's bytes have run out.
     pub fn is_exhausted(&self) -> bool {
         matches!(&self.0, Source::Bytes(bytes) if bytes.is_empty())
     }
@@ -34,7 +34,7 @@ impl Rng {
         self.number(u64::MAX)
     }
 
-    /// Returns a number with enough bits for all numbers up to `max`. The number is usually larger than `max`.
+    /// Returns a number that has enough bits to reach `max`. The number may exceed `max`.
     fn number(&mut self, max: u64) -> u64 {
         match &mut self.0 {
             Source::Seed(state) => {
@@ -55,7 +55,7 @@ impl Rng {
 
     /// Returns a number below `end`, which is not 0.
     pub fn below(&mut self, end: u64) -> u64 {
-        // The bias does not matter at these sizes.
+        // The remainders are not quite uniform, which does not matter for such small numbers.
         self.number(end - 1) % end
     }
 

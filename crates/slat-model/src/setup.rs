@@ -1,13 +1,13 @@
-//! The parameters of a run, and the VM that every run has.
+//! The parameters of a run, and constants of the VM that all runs have in common.
 
 use crate::ops::Mix;
 
-/// Number of address spaces of the VM.
+/// The number of address spaces of the VM.
 pub const SPACES: usize = 2;
-/// Number of vCPUs of the VM.
+/// The number of vCPUs of the VM.
 pub const VCPUS: usize = 3;
 
-/// The largest number of VMs at one time: the first one, and clones.
+/// The maximum number of VMs that exist at one time: the first one and its clones.
 pub const MOST_VMS: usize = 3;
 
 /// Returns the address space that a vCPU uses when it is created.
@@ -18,21 +18,20 @@ pub const fn first_space_of(vcpu: usize) -> usize {
 /// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// The largest number of pages of host memory: a [`Machine`](crate::Machine) may have fewer.
+    /// The maximum number of pages of host memory. A [`Machine`](crate::Machine) may have fewer.
     pub host_pages: u64,
     /// Whether dirty logs are rings.
     pub rings: bool,
     /// Whether allocations sometimes fail.
     pub failures: bool,
-    /// Whether there are so many slots, all of them small, that an index of slots has several
-    /// leaves.
+    /// Whether there are many small slots, so that an index of slots has several leaves.
     pub many_slots: bool,
     /// The kinds of operations.
     pub mix: Mix,
 }
 
 impl Setup {
-    /// 64 MiB of host memory: each slot shares memory with other slots.
+    /// A setup with 64 MiB of host memory, so that slots have memory in common.
     pub const SMALL: Setup = Setup {
         host_pages: 1 << 14,
         rings: false,

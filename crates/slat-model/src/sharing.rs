@@ -19,7 +19,7 @@ pub(crate) struct Sharing {
 pub(crate) struct Sharer {
     pub(crate) vm: VmId,
     pub(crate) memory: Arc<HostMemory>,
-    /// `None` while a clone is being made.
+    /// The function that changes the backing of a page in an invalidation. `None` while a clone is being made.
     pub(crate) invalidate: Option<Invalidate>,
 }
 
@@ -33,7 +33,7 @@ impl Sharing {
         self.contents.lock().unwrap().insert(frame, value);
     }
 
-    /// Whether a VM other than `vm`, whose memory is `memory`, has a frame of `pages`.
+    /// Whether a VM other than `vm` has a frame of `pages`. `memory` is the memory of `vm`.
     pub(crate) fn has_others(&self, vm: VmId, memory: &HostMemory, pages: Range<u64>) -> bool {
         let vms = self.vms.lock().unwrap();
         let mut others = vms.iter().filter(|other| other.vm != vm);

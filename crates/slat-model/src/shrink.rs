@@ -9,20 +9,20 @@ use std::time::{Duration, Instant};
 
 use crate::ops::Op;
 
-/// A run in which engine, platform and model disagreed. [`fmt::Display`] writes all that is needed to repeat it.
+/// A run in which engine, platform and model disagreed. [`fmt::Display`] writes all that is needed to repeat the run.
 #[derive(Debug)]
 pub struct Failure<O = Op> {
     /// The message of the check that failed, with the expected and the actual result.
     pub why: String,
-    /// A sequence of operations that also fails, perhaps in another way. If any one of them is left out, the run does
-    /// not fail.
+    /// A sequence of operations that fails, too, perhaps with another message. If any one of them is left out, the
+    /// sequence does not fail.
     pub ops: Vec<O>,
-    /// The run: subject, seed, setup, steps.
+    /// The run's description: subject, seed, setup, steps.
     pub(crate) run: String,
 }
 
 impl<O> Failure<O> {
-    /// Writes all that is needed to repeat the run, with `text` of each operation.
+    /// Writes all that is needed to repeat the run. `text` writes an operation.
     pub(crate) fn write(
         &self,
         f: &mut fmt::Formatter<'_>,
@@ -42,11 +42,11 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Time limit: operations that are not left out by then are kept.
+/// The time limit for shortening. Operations that were not tried by then stay in the sequence.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs `run`. The error has the message of its panic, the text of `what`, and those operations of `record` with which
-/// `replay` still panics, after leaving out as many as possible.
+/// Runs `run`. If `run` panics, the error has the panic's message and the text of `what`. The error also has a
+/// shortened sequence of the operations that `record` returns, with which `replay` still panics.
 pub(crate) fn run_or_shrink<R, O: Clone>(
     run: impl FnOnce() -> R,
     what: impl FnOnce() -> String,
@@ -60,7 +60,7 @@ pub(crate) fn run_or_shrink<R, O: Clone>(
     })
 }
 
-/// Leaves out operations as long as the remaining ones fail.
+/// Leaves out operations, as long as the remaining sequence fails.
 fn shrink<O: Clone>(mut ops: Vec<O>, fail: impl Fn(&[O]) -> bool) -> Vec<O> {
     let begin = Instant::now();
     let mut chunk = ops.len() / 2;
@@ -85,7 +85,7 @@ pub(crate) fn panics(what: impl FnOnce()) -> bool {
     panic::catch_unwind(AssertUnwindSafe(what)).is_err()
 }
 
-/// Runs `what` without the panic messages of this thread.
+/// Runs `what`. Panic messages of this thread are not printed during the run.
 pub(crate) fn silent<R>(what: impl FnOnce() -> R) -> R {
     thread_local! {
         static SILENT: Cell<bool> = const { Cell::new(false) };

@@ -1,15 +1,15 @@
-//! Runs operations chosen by a fuzzer's bytes. The targets in `fuzz/` call only these functions. The engine's tests
-//! call them with pseudo-random bytes.
+//! Runs operations that a fuzzer's bytes choose. The targets in `fuzz/` call only these functions. The engine's tests
+//! call these functions with pseudo-random bytes.
 
 use crate::ops::Mix;
 use crate::rng::Rng;
 use crate::setup::Setup;
 use crate::trial::Subject;
 
-/// A number of operations that no fuzzer's input reaches.
+/// More operations than any fuzzer's input can contain.
 const STEPS: usize = 1 << 16;
 
-/// Runs operations. The first byte chooses a format and a setup, and the other bytes choose the operations.
+/// Runs operations. The first byte chooses a format and a setup. The other bytes choose the operations.
 fn run(mix: Mix, bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else {
         return;
@@ -22,7 +22,7 @@ fn run(mix: Mix, bytes: &[u8]) {
         failures: choices & 2 != 0,
         many_slots: choices & 4 != 0,
         mix,
-        // A smaller machine runs more inputs.
+        // On a smaller machine, the fuzzer tries more inputs per second.
         host_pages: 1 << 12,
     };
     subject.run(setup, Rng::from_bytes(rest), STEPS);

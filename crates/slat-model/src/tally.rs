@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-/// Number of occurrences by name. A tally shows which checks were never reached.
+/// The number of occurrences of each event, by name. A tally shows which checks were never reached.
 #[derive(Clone, Debug, Default)]
 pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
-    /// Names that every long run must have counted, whatever the format.
+    /// The names that every long run must count, whatever its format.
     pub const USUAL: [&'static str; 36] = [
         "slot set",
         "several slots set",
@@ -46,14 +46,14 @@ impl Tally {
         "access that the mapping allows",
         "access that the mapping does not allow",
     ];
-    /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
+    /// The names that a run with [`MmuKind::Tdp`](slat::MmuKind) must also count.
     pub const OF_TDP: [&'static str; 4] = [
         "still mapped when several slots were set",
         "still mapped when logging ended",
         "huge page recovered",
         "huge page promoted",
     ];
-    /// Further names that a run with rings must have counted.
+    /// The names that a run with rings must also count.
     pub const OF_RINGS: [&'static str; 4] = [
         "ring pushed",
         "ring full",
@@ -61,7 +61,7 @@ impl Tally {
         "ring left with pages",
     ];
 
-    /// Names that a run of [`Mix::CLONES`](crate::Mix::CLONES) must have counted, the last one only with
+    /// The names that a run of [`Mix::CLONES`](crate::Mix::CLONES) must count; the last one only with
     /// [`MmuKind::Tdp`](slat::MmuKind).
     pub const OF_CLONES: [&'static str; 4] = [
         "VM cloned",

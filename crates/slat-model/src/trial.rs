@@ -1,4 +1,4 @@
-//! Whole runs: random operations on a machine with tables of one format, from a seed or from a fuzzer's bytes.
+//! Runs random operations on a machine with tables of one format. A seed or a fuzzer's bytes choose the operations.
 
 use std::ops::Range;
 
@@ -16,23 +16,23 @@ use crate::setup::Setup;
 use crate::shrink::{Failure, panics, run_or_shrink};
 use crate::tally::Tally;
 
-/// A machine and a page-table format to run on.
+/// A machine, a page-table format and an MMU to test.
 #[derive(Clone, Copy)]
 pub struct Subject {
-    /// The trial's name.
+    /// The subject's name.
     pub name: &'static str,
     /// The MMU that makes the tables.
     mmu: MmuKind,
     /// Whether the VM shadows nested tables. The guest has none.
     nested: bool,
-    /// The functions that run and replay operations: see [`Subject::run`].
+    /// Runs operations (see [`Subject::run`]). The next two functions replay and record them.
     run: fn(Config, Setup, Rng, usize) -> Tally,
     replay: fn(Config, Setup, &[Op]),
     record: fn(Config, Setup, Rng, usize) -> Vec<Op>,
 }
 
 impl Subject {
-    /// Makes the subject of runs on machines `M` with tables of format `F`.
+    /// Makes a subject that tests machines `M` with tables of format `F`.
     pub const fn of<M: Machine, F: Format>(name: &'static str) -> Self {
         Subject {
             name,
@@ -137,11 +137,11 @@ impl Subject {
     }
 }
 
-/// Number of steps between two audits.
+/// The number of steps between two audits.
 const BATCH: usize = 500;
 
-/// Returns the number of pages of host memory. If tables have more entries than those of 4 KiB, it is larger by that
-/// factor, but at most that of the largest setup.
+/// Returns the number of pages of host memory. If a table has more entries than a 4 KiB table, the number of pages is
+/// larger by the same factor, but at most that of the largest setup.
 fn host_pages<F: Format>(setup: Setup) -> u64 {
     let times = F::GRANULE.entries() as u64 / Granule::Kib4.entries() as u64;
     (setup.host_pages * times).min(Setup::LARGE.host_pages)
@@ -179,7 +179,7 @@ fn run<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usi
     generate::<M, F>(config, setup, rng, steps, |_| ())
 }
 
-/// Returns the operations of a run up to the one that fails.
+/// Returns the operations of a failing run up to the one that fails.
 fn record<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
     let run = || generate::<M, F>(config, setup, rng, steps, |op| ops.push(op.clone()));

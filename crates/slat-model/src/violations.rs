@@ -1,9 +1,9 @@
-//! Violations of rules, kept as text until a test asks for them. A panic at the place where a violation
-//! is found would leave other threads waiting for locks.
+//! Violations of rules, kept as text until a test asks for them. If the code that finds a violation panicked, other
+//! threads would wait for its locks forever.
 
 use std::sync::Mutex;
 
-/// The number of violations that are kept. After one violation, each later access may cause another one.
+/// The maximum number of violations that are kept. After one violation, each later access may cause another one.
 const MOST: usize = 20;
 
 /// The violations that were found, as text.
@@ -19,7 +19,7 @@ impl Violations {
         }
     }
 
-    /// Returns all violations as the error, if there are any. The list keeps them.
+    /// Returns all violations as an error, if there are any. They stay in the list.
     pub(crate) fn check(&self) -> Result<(), String> {
         let all = self.0.lock().unwrap();
         match all.is_empty() {

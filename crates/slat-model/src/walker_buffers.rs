@@ -1,4 +1,4 @@
-//! The buffers that hardware walkers fill: one for each vCPU. The buffers are small, so that full buffers are frequent.
+//! The buffers that hardware walkers fill, one for each vCPU. The buffers are small, so that they are often full.
 
 use std::mem::take;
 use std::sync::Mutex;
@@ -7,7 +7,7 @@ use slat::Gfn;
 
 use crate::setup::VCPUS;
 
-/// An address space, and a frame whose dirty bit was set in it.
+/// An address space, and a frame in it whose dirty bit a walker has set.
 type Written = (usize, Gfn);
 
 /// The buffers in which the walkers of all vCPUs record written pages (Intel: PML).
@@ -18,7 +18,8 @@ impl WalkerBuffers {
     /// The number of entries of each buffer.
     const MOST: usize = 4;
 
-    /// If the buffer of vCPU `i` is full, empties it and returns its entries: the vCPU leaves the guest.
+    /// If the buffer of vCPU `i` is full, empties it and returns its entries. The vCPU then leaves the guest. `None`:
+    /// the buffer is not full.
     pub(crate) fn take_full(&self, i: usize) -> Option<Vec<Written>> {
         let mut buffer = self.0[i].lock().unwrap();
         (buffer.len() == Self::MOST).then(|| take(&mut *buffer))
@@ -34,7 +35,7 @@ impl WalkerBuffers {
         buffer.push(written);
     }
 
-    /// Empties all buffers.
+    /// Empties all buffers. Calls `give` with each entry.
     pub(crate) fn drain(&self, give: &mut dyn FnMut(usize, Gfn)) {
         for buffer in &self.0 {
             let written = take(&mut *buffer.lock().unwrap());

@@ -1,4 +1,4 @@
-//! A platform that watches its use: it is placed between the engine and the platform under test.
+//! A platform between the engine and the platform under test. It watches how the engine uses the platform.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
@@ -19,32 +19,31 @@ use crate::walker_buffers::WalkerBuffers;
 
 /// A platform between the engine and another platform, `P`, to which it passes every call. The watching platform
 /// reports the engine's actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P`
-/// returns. Through this platform, the memory of all machines has the same backing addresses, from [`HostMemory::BASE`]
-/// on.
+/// returns. For all machines, the memory has the same backing addresses on this platform, from [`HostMemory::BASE`] on.
 pub struct Watched<P> {
     platform: Arc<P>,
-    /// The model of the first VM's entries that hardware walkers may have cached.
+    /// The TLB model of the first VM: the entries that hardware walkers may have cached from its tables.
     pub tlb: Arc<Tlb>,
-    /// The TLB models of the VM's clones.
+    /// The TLB models of the first VM's clones.
     clones: RwLock<HashMap<VmId, Arc<Tlb>>>,
     /// Whether there are clones.
     cloned: AtomicBool,
-    /// Whether `P` tells `tlb` of flushes.
+    /// Whether `P` reports its flushes to `tlb`.
     reports_flushes: bool,
-    /// The number to add to a backing address of this platform to get the address of `P`.
+    /// The number that converts a backing address of this platform to the backing address of `P` when it is added.
     offset: u64,
-    /// The number of allocations before one fails; if negative, none fails.
+    /// The number of allocations that succeed before one fails. If negative, none fails.
     fail_in: AtomicI64,
     /// Whether all later allocations fail, too.
     fail_on: AtomicBool,
     failed: AtomicBool,
     live: Mutex<Live>,
     violations: Violations,
-    /// The entries that the walkers of hardware vCPUs have written to their buffers.
+    /// The entries that hardware walkers have written to the buffers of their vCPUs.
     pub(crate) buffers: WalkerBuffers,
 }
 
-/// The frames that are allocated now.
+/// The table frames that are allocated now.
 #[derive(Default)]
 struct Live {
     vms: BTreeMap<Pfn, VmId>,
@@ -52,7 +51,7 @@ struct Live {
 }
 
 impl<P: Platform> Watched<P> {
-    /// Makes a platform that watches the platform of `machine`, which has `tlb`.
+    /// Makes a platform that watches the platform of `machine`. `tlb` is the machine's TLB model.
     pub(crate) fn of<M: Machine<Platform = P>>(machine: &M, tlb: Arc<Tlb>) -> Arc<Self> {
         Arc::new(Watched {
             platform: machine.platform().clone(),
@@ -70,7 +69,7 @@ impl<P: Platform> Watched<P> {
         })
     }
 
-    /// Makes the allocation after `n` others fail, and if `stay` also all later ones.
+    /// Makes an allocation fail after `n` others have succeeded. If `stay`, all later ones fail, too.
     pub fn fail_allocation(&self, n: u64, stay: bool) {
         self.fail_on.store(stay, SeqCst);
         self.fail_in.store(n as i64, SeqCst);
@@ -106,7 +105,7 @@ impl<P: Platform> Watched<P> {
         tlb
     }
 
-    /// Call when `vm`, which may be a clone, has ended.
+    /// Removes the TLB model of `vm`, if `vm` is a clone. Call when the VM has ended.
     pub(crate) fn remove_clone(&self, vm: VmId) {
         let mut clones = self.clones.write().unwrap();
         clones.remove(&vm);
@@ -122,7 +121,7 @@ impl<P: Platform> Watched<P> {
         }
     }
 
-    /// Call in a quiet moment: see [`Tlb::stale`].
+    /// Calls [`Tlb::stale`] for each VM. Call when no operation is in progress.
     pub(crate) fn stale(&self) -> Option<String> {
         let mut found = None;
         self.each_tlb(|tlb| found = found.take().or_else(|| tlb.stale()));
@@ -143,8 +142,8 @@ impl<P: Platform> Watched<P> {
         self.violations.check()
     }
 
-    /// Checks that each table has memory and metadata of its own, and that no table's frame satisfies
-    /// `is_guest_memory`. Call while no operation is in progress.
+    /// Checks that each table has its own memory and metadata, and that no table's frame satisfies `is_guest_memory`.
+    /// Call while no operation is in progress.
     pub(crate) fn check_frames(&self, is_guest_memory: impl Fn(Pfn) -> bool) -> Result<(), String> {
         let bytes = self.platform.granule().bytes() as usize;
         let mut used: Vec<(Range<usize>, Pfn)> = Vec::new();
@@ -183,8 +182,8 @@ impl<P: Platform> Watched<P> {
         true
     }
 
-    /// Accepts a run of `tables` frames from `P` that begins with `frame`. Refuses a wrong run: the engine then finds
-    /// no memory.
+    /// Checks a run of `tables` frames from `P` that begins with `frame`. If the run is wrong, returns `None`, so that
+    /// the engine finds no memory.
     fn accept(&self, vm: VmId, frame: Pfn, tables: usize) -> Option<Pfn> {
         let frames = || (0..tables as u64).map(|i| frame.add(i));
         let mut live = self.live.lock().unwrap();
@@ -201,7 +200,7 @@ impl<P: Platform> Watched<P> {
         None
     }
 
-    /// Call before `frame` is freed.
+    /// Records that `frame` is no longer allocated. Call before it is freed.
     fn release(&self, frame: Pfn) {
         self.each_tlb(|tlb| {
             if let Err(why) = tlb.freed(frame) {
@@ -225,7 +224,7 @@ impl<P: Platform> Watched<P> {
     }
 }
 
-/// Returns the owners of two ranges that overlap.
+/// Returns the owners of two ranges that overlap, if there are two such ranges.
 fn overlap(used: &mut [(Range<usize>, Pfn)]) -> Option<(Pfn, Pfn)> {
     used.sort_unstable_by_key(|(range, _)| range.start);
     let pair = used
@@ -242,7 +241,7 @@ impl<P> Deref for Watched<P> {
     }
 }
 
-// SAFETY: `P` keeps the contract, and its results are passed on or refused.
+// SAFETY: `P` fulfils the contract, and this platform returns the results of `P` or an error.
 unsafe impl<P: Platform> Platform for Watched<P> {
     fn granule(&self) -> Granule {
         self.platform.granule()

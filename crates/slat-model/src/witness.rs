@@ -1,9 +1,9 @@
 //! The translations that several threads may still use.
 //!
-//! A vCPU may use a translation until it quiesces. A call that unmaps the page (a slot change, an invalidation) returns
-//! only after that. So *each use* can be checked exactly. A page that a slot change is about to map is recorded before
-//! the call. A page that the change has unmapped is removed after the call has returned. Host pages change their
-//! version inside the invalidation.
+//! A vCPU may use a translation until the vCPU quiesces. A call that unmaps a page (a slot change, an invalidation)
+//! returns only after all vCPUs that may use the page have quiesced. So *each use* can be checked exactly. A page that
+//! a slot change is about to map is recorded before the call. A page that the change has unmapped is removed after the
+//! call has returned. A host page gets its new version during the invalidation.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -14,15 +14,14 @@ use crate::host::HostMemory;
 
 const NONE: u64 = u64::MAX;
 
-/// For each guest frame of a range that begins at 0, the host page that may back it now. While a slot moves there are
-/// two.
+/// For each guest frame from 0 on, the host page that may back it now. While a slot moves, there may be two such pages.
 pub struct Witness {
     now: Box<[AtomicU64]>,
     soon: Box<[AtomicU64]>,
 }
 
 impl Witness {
-    /// Makes a witness that allows nothing in any of the `frames` guest frames.
+    /// Makes a witness for `frames` guest frames. At first, no frame may have a page.
     pub fn new(frames: u64) -> Self {
         let nothing = || (0..frames).map(|_| AtomicU64::new(NONE)).collect();
         Witness {
@@ -31,14 +30,15 @@ impl Witness {
         }
     }
 
-    /// Call before a slot change that maps the host pages from `host_page` on at `gfns`.
+    /// Allows the host pages from `host_page` on at `gfns`. Call before a slot change that maps these pages.
     pub fn allow(&self, gfns: Range<u64>, host_page: u64) {
         for (i, gfn) in gfns.enumerate() {
             self.soon[gfn as usize].store(host_page + i as u64, SeqCst);
         }
     }
 
-    /// Call after the slot change that unmapped `gone` and mapped `gfns`.
+    /// Forbids the old pages of `gone`, and of `gfns` all pages but the new ones. Call after the slot change that has
+    /// unmapped `gone` and mapped `gfns`.
     pub fn settle(&self, gone: Range<u64>, gfns: Range<u64>) {
         for gfn in gone {
             self.now[gfn as usize].store(NONE, SeqCst);
@@ -50,8 +50,8 @@ impl Witness {
         }
     }
 
-    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment. The error describes
-    /// the violation. `write`: whether the access is a write.
+    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment. `write` tells whether
+    /// the access is a write. The error describes the violation.
     pub fn check(
         &self,
         host: &HostMemory,
@@ -86,14 +86,14 @@ impl Witness {
 /// Checks that every write is in a dirty log that is collected after the write.
 pub struct Harvests {
     taken: AtomicU64,
-    /// For each page, one more than the number of dirty logs that were collected before its last write.
+    /// For each page, one more than the number of dirty logs that were collected before the page's last write.
     written: Box<[AtomicU64]>,
-    /// For each page, the number of the last log that contained the page.
+    /// For each page, the number of the last dirty log that contained the page.
     named: Box<[AtomicU64]>,
 }
 
 impl Harvests {
-    /// Makes the state of a slot of `pages` pages.
+    /// Makes the state for a slot with `pages` pages.
     pub fn new(pages: u64) -> Self {
         let zeros = || (0..pages).map(|_| AtomicU64::new(0)).collect();
         Harvests {
@@ -103,7 +103,7 @@ impl Harvests {
         }
     }
 
-    /// Call when a vCPU that has the right to write to `page` writes to it.
+    /// Records a write by a vCPU that has the right to write to `page`. Call when the vCPU writes.
     pub fn write(&self, page: u64) {
         let next = self.taken.load(SeqCst) + 1;
         self.written[page as usize].fetch_max(next, SeqCst);
@@ -121,14 +121,15 @@ impl Harvests {
         self.taken.store(number, SeqCst);
     }
 
-    /// Call when the log was deleted with its slot: all writes are forgotten.
+    /// Forgets all writes. Call when the log was deleted with its slot.
     pub fn forget(&self) {
         for written in &self.written {
             written.store(0, SeqCst);
         }
     }
 
-    /// Call after the last log, when no thread writes. Returns a page that was written and is in no later log.
+    /// Returns a page that was written, but is in no log that was collected later. `None` if there is no such page.
+    /// Call after the last log, when no thread writes.
     pub fn lost(&self) -> Option<u64> {
         let pages = self.written.iter().zip(&self.named);
         let mut lost = pages.map(|(w, n)| n.load(SeqCst) < w.load(SeqCst));

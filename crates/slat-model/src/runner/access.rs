@@ -10,23 +10,23 @@ use crate::machine::Machine;
 use crate::model::{Expected, is_executable};
 use crate::setup::{SPACES, VCPUS};
 
-/// The bit of the attention word that the engine reserves for its client.
+/// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
-/// The greatest number of flushes of its own that one fault can need. A table that is cleared needs one flush. A walker
-/// that requires break-before-make needs two more flushes, for leaves that are broken first.
+/// The maximum number of flushes that one fault itself can need. Clearing a table needs one flush. On formats with
+/// break-before-make, two more flushes are needed for leaves that are broken first.
 const MOST_RETRIES: usize = 3;
 
-/// Number of recently accessed frames that are looked up again.
+/// The number of recently accessed frames that are kept, to be looked up again.
 const ACCESSED: usize = 64;
 
-/// Number of a slot's pages that are compared before and after a change of the slot.
+/// The number of a slot's pages whose mappings are compared before and after a change of the slot.
 const SAMPLES: usize = 4;
-/// The word, in messages, for a translation that a vCPU got in an earlier operation.
+/// The word that messages use for a translation that a vCPU got in an earlier operation.
 const KEPT: &str = "kept";
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Enters a vCPU. Checks the translations that it still remembers.
+    /// Enters a reader section on vCPU `i`. Checks the translations that the vCPU still remembers.
     pub(super) fn enter(&mut self, i: usize) {
         let cpu = &mut self.cpus[i];
         cpu.vcpu.enter_unguarded(i + 1);
@@ -37,16 +37,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_kept(i);
     }
 
-    /// Checks the translations that a vCPU remembers. Call also after each result except [`Stop::Retry`], before the
-    /// attention word is checked: the vCPU continues to use these translations.
+    /// Checks the translations that a vCPU remembers, because the vCPU continues to use them. Call also after each
+    /// result except [`Stop::Retry`], before the attention word is checked.
     fn check_kept(&self, i: usize) {
         for (gfn, translation) in &self.cpus[i].tlb {
             self.check_translation(i, *gfn, translation, KEPT);
         }
     }
 
-    /// Call after a change of several slots in `space`. Checks the translations that vCPUs still remember. Reduces
-    /// those of leaves that were split in place to the size that the slots now require.
+    /// Checks the translations that vCPUs still remember. If a leaf was split in place, reduces its translation to the
+    /// size that the slots now require. Call after a change of several slots in `space`.
     pub(super) fn split_kept(&mut self, space: usize) {
         for i in 0..VCPUS {
             if self.cpus[i].space != space {
@@ -64,13 +64,14 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 let largest = model.shared_level(*gfn, largest);
                 let split = translation.level > largest;
                 translation.level = translation.level.min(largest);
-                // A piece of a leaf that was not executable because of NX may be executable.
+                // NX huge pages make a huge leaf not executable; a piece of it may be executable.
                 !split || translation.execute
             });
         }
     }
 
-    /// Lets a vCPU in its reader section retry as long as only its own flushes interrupt it. No other vCPU runs.
+    /// Lets a vCPU in its reader section retry an access as long as only its own flushes interrupt the access. No other
+    /// vCPU runs.
     fn insist<R>(
         &mut self,
         i: usize,
@@ -88,7 +89,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         answer
     }
 
-    /// Enters a vCPU for one access.
+    /// Makes one access by a vCPU, in its own reader section.
     pub(super) fn access(
         &mut self,
         i: usize,
@@ -122,7 +123,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 let Expected::Page(host) = expected else {
                     panic!("{access:?} at {gpa:#x}: {translation:?}, expected {expected:?}");
                 };
-                // A fault that looked up slot and host has used the largest possible level.
+                // If a fault was not handled by the fast path, it has looked up slot and host page, and so has mapped
+                // at the highest possible level.
                 if did.pf_fixed + did.pf_spurious > did.pf_fast && !self.nx {
                     let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
                     let level = match self.is_on("huge_pages", true) {
@@ -196,11 +198,11 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert!(access == Access::Write && expected != Expected::Mmio);
                 self.tally.count("ring full");
             }
-            // `Retry` cannot happen, because no other operation conflicts. Other `MemoryFault`s cannot happen, because
-            // no slot has private backing.
+            // `Retry` is impossible, because no other operation runs. Other `MemoryFault`s are impossible, because no
+            // slot has private memory.
             Err(stop) => panic!("{access:?} at {gpa:#x}: {stop:?}"),
         }
-        // The invalidation in which a page is copied for this write interrupts the fault.
+        // If the page has to be copied for this write, the invalidation for the copy interrupts the fault.
         let most = u64::from(copies);
         if copies && !self.is_shared(i, gfn) {
             self.tally.count("page copied for a write");
@@ -209,7 +211,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         answer
     }
 
-    /// Looks up how a frame is mapped, by the VM and by the vCPU, which is in its reader section.
+    /// Looks up the mapping of a frame, both by the VM and by the vCPU, which is in its reader section.
     fn look_up(&self, i: usize, gfn: u64) -> Option<Mapping> {
         let by_vcpu = self.cpus[i].vcpu.lookup(Gfn(gfn));
         let by_vm = self.vm.lookup(self.cpus[i].space, Gfn(gfn));
@@ -220,7 +222,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         by_vm
     }
 
-    /// Checks that an access took `faults` faults if the earlier mapping `known` did not allow it, and none if it did.
+    /// Checks `faults`, the number of faults that an access took. It must be 0 if the earlier mapping `known` allowed
+    /// the access. Otherwise it must not be 0, unless the access has failed.
     fn check_known(
         &mut self,
         gpa: u64,
@@ -240,7 +243,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Checks that the mapping `now`, looked up after an access, is the mapping that translated the access.
+    /// Checks that the mapping `now`, which was looked up after an access, is the mapping that the access has used.
     fn check_now(
         &self,
         gpa: u64,
@@ -262,7 +265,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert_eq!(rights, (false, now.rights.execute), "{}", at());
             }
             (Ok(_), None) => panic!("{}", at()),
-            // A page is mapped only if a slot contains it. The mapping need not allow this access.
+            // A page that is mapped must be in a slot. But its mapping may forbid this access.
             (Err(_), now) => {
                 let none = matches!(answer, Err(Stop::Mmio { .. })) && access != Access::Write;
                 assert!(!(none && now.is_some()), "{}", at());
@@ -270,7 +273,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Looks up the frame that was accessed last, and a frame near one that was accessed recently.
+    /// Looks up the frame that was accessed last, and a frame near a recently accessed one.
     pub(super) fn look_up_some_frames(&mut self) {
         let near = self.accessed.get(self.ops % ACCESSED).copied();
         let near = near.map(|gfn| gfn.wrapping_add(self.ops as u64 / 7 % 5).wrapping_sub(2));
@@ -333,8 +336,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         assert!(granted, "{access:?} at {gpa:#x}: {translation:?}");
     }
 
-    /// Repeats an access to an address without a slot: the first access leaves an MMIO entry, which serves the second
-    /// without a look-up.
+    /// Repeats an access to an address without a slot. The first access leaves an MMIO entry in the tables; the second
+    /// access uses this entry, without looking up a slot.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[self.cpus[i].space];
         let gfn = gpa >> F::GRANULE.shift();
@@ -358,7 +361,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("MMIO from an entry");
     }
 
-    /// Makes an access while an invalidation of `pages` is in progress, by a vCPU that must not wait.
+    /// Makes an access during an invalidation of `pages`, by a vCPU that must not wait for its end.
     pub(super) fn access_meanwhile(&mut self, gfn: u64, access: Access, pages: &Range<u64>) {
         let i = 0;
         self.enter(i);
@@ -413,7 +416,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
-                // If only the vCPU's own flush interrupted the write, the write had already been completed.
+                // If only the vCPU's own flush has interrupted the write, the engine had already recorded it.
                 let noted = access == Access::Write || self.logs_reads();
                 if page.is_some_and(|page| !pages.contains(&page)) && noted {
                     self.uncertain_writes(self.cpus[i].space, gfn..gfn + 1);
@@ -427,7 +430,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Executes KVM_PRE_FAULT_MEMORY, and calls it again for the rest, as a client does.
+    /// Executes KVM_PRE_FAULT_MEMORY. Like a client, repeats the call for the remaining range.
     pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
         let end = gpa.saturating_add(bytes);
         if end == gpa {
@@ -456,12 +459,13 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
         };
         self.cpus[i].vcpu.leave();
-        // The prefault mapped memory up to the first page that cannot be read, and returns that page.
+        // The prefault has mapped memory up to the first page that cannot be read, and has returned the address of that
+        // page.
         let mapped = match at == gpa {
             true => 0..0,
             false => gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()),
         };
-        // The page that the vCPU could not map may have been recorded before the call was interrupted.
+        // The page that could not be mapped may have been recorded in a log before the call stopped.
         let noted = gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()) + 1;
         self.note_pushes(i, noted.clone(), Access::Read, was_full);
         if self.logs_reads() {
@@ -495,7 +499,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_still_mapped(&sample, false);
     }
 
-    /// Returns some pages of `gfns` that vCPUs use.
+    /// Returns some pages of `gfns` that vCPUs remember.
     pub(super) fn mapped(&mut self, space: usize, gfns: Range<u64>) -> Vec<(usize, u64)> {
         assert!(space < SPACES);
         let mut found = Vec::new();
@@ -503,7 +507,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             if self.cpus[i].space != space {
                 continue;
             }
-            // Enter the vCPU: this drops the translations that were flushed.
+            // Entering the vCPU drops the translations that were flushed.
             self.enter(i);
             self.cpus[i].vcpu.leave();
             let known = self.cpus[i].tlb.range(gfns.clone());
@@ -512,8 +516,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         found
     }
 
-    /// Checks that these pages can be read without a fault, unless the MMU has recycled tables during the operation. If
-    /// `split`, also checks that huge leaves were split there.
+    /// Checks that these pages can be read without a fault, unless the MMU has recycled shadow pages during the
+    /// operation. If `split`, also checks that no huge leaf maps them.
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
@@ -529,7 +533,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Checks, after an eager split of `gfns`, that no huge leaf is left there.
+    /// Checks that an eager split of `gfns` has left no huge leaf there.
     pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
         let Some(i) = (0..VCPUS).find(|i| self.cpus[*i].space == space) else {
             return;
@@ -558,7 +562,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_page(self.cpus[i].space, gfn, translation, when);
     }
 
-    /// Checks the translation of a frame: it must be the page in the model, with no excess rights.
+    /// Checks the translation of a frame: it must map the page that the model expects, and must not have more rights.
     fn check_page(&self, space: usize, gfn: u64, translation: &Translation, when: &str) {
         let machine = &*self.machine;
         let model = &self.models[space];
@@ -574,8 +578,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let largest = model.shared_level(gfn, slot.bounded_level(gfn, &page));
         let fits = translation.level <= largest;
         if !fits {
-            // A change of several slots has split the leaf in place. A vCPU that had it before may keep it, if the
-            // slots still have the same memory for all its pages.
+            // A change of several slots has split the leaf in place. A vCPU that has used the leaf before may still use
+            // its translation, if the slots still have the same memory for all of the leaf's pages.
             let here = F::GRANULE.pfn(translation.host).0;
             let same = |other: u64| match model.expect(machine, other, Access::Read) {
                 Expected::Page(page) => page.pfn.0 == here.wrapping_add(other).wrapping_sub(gfn),
@@ -584,7 +588,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             assert!(when == KEPT && block.clone().all(same), "{}", at());
         }
         if translation.write {
-            // Check all pages of the leaf: the vCPU can use the translation for all of them.
+            // Checks all pages of the leaf, because the vCPU can use the translation for all of them.
             let mut gfns = match !fits || slot.logs() && !model.is_loose(id) {
                 true => block,
                 false => gfn..gfn + 1,

@@ -1,4 +1,4 @@
-//! Tests the search for memory that was not used for some passes.
+//! Tests the search for memory that was not accessed during some passes.
 
 use std::ops::Range;
 
@@ -9,17 +9,17 @@ use super::Runner;
 use crate::host::HostMemory;
 use crate::machine::Machine;
 
-/// The engine's map of some pages of the backing, and a plain model of it.
+/// The engine's age map for some pages of the backing, and a plain model of the map.
 pub(super) struct Cold {
     map: ColdMap,
     pages: Range<u64>,
-    /// The number of passes in which each page was not used. `None`: the page is not mapped.
+    /// For each page, the number of passes since its last use. `None`: the page is not mapped.
     ages: Vec<Option<u8>>,
 }
 
 impl Cold {
-    /// Makes a map that covers the pages of the first huge leaves. The map covers the first and the last of these
-    /// leaves only in part.
+    /// Makes a map that covers the pages of the first huge leaves. The map covers only a part of the first and of the
+    /// last of these leaves.
     pub(super) fn new(granule: Granule, host_pages: u64) -> Self {
         let pages = 77..host_pages.min(8 * granule.entries() as u64) - 300;
         let [start, end] =
@@ -33,7 +33,7 @@ impl Cold {
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Makes a pass, and compares all ages.
+    /// Makes a pass with the engine and with the model, and compares the ages of all pages.
     pub(super) fn cold(&mut self) {
         let used = self.pages_used();
         let cold = &mut self.cold;

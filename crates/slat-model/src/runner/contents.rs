@@ -1,4 +1,4 @@
-//! The words that the guest has written and reads again.
+//! The words that the guest has written to its pages, to be compared when the guest reads them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use super::Runner;
 use crate::host::HostChange;
 use crate::machine::Machine;
 
-/// The word in each page of host memory; 0 for pages that are missing here.
+/// The word in each page of host memory. Pages without an entry contain 0.
 pub(super) type Contents = BTreeMap<u64, u64>;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// For a write, stores a new word of the guest in the page of `translation`. For another access, compares the word
-    /// in that page with the model's word.
+    /// For a write, stores a new word in the page of `translation`. For any other access, compares the word in that
+    /// page with the word that the model expects.
     pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
         let frame = F::GRANULE.pfn(translation.host);
         let (_, slot) = self.models[self.cpus[i].space]
@@ -30,7 +30,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Whether the frame that backs `gfn` for a vCPU may back a page of another VM, too.
+    /// Whether another VM may also use the frame that backs `gfn` for a vCPU.
     pub(super) fn is_shared(&self, i: usize, gfn: u64) -> bool {
         let slot = self.models[self.cpus[i].space].slot_at(gfn);
         slot.is_some_and(|(_, slot)| self.machine.is_shared(slot.host_page(gfn)))
@@ -47,7 +47,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         );
     }
 
-    /// Compares all pages that the guest, or its parent before the fork, has written.
+    /// Checks the words of all pages that the guest has written, or its parent before the clone was made.
     pub(super) fn check_contents(&self) {
         for page in self.memory.keys() {
             if let Some(found) = self.machine.page(*page) {

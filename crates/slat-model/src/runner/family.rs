@@ -1,4 +1,4 @@
-//! A VM and its clones, with their models. The tests check that no VM reads data that another VM has written.
+//! A VM and its clones, each with its model. The tests check that no VM reads data that another VM has written.
 
 use slat::format::Entry;
 use slat::{Config, ForkError, Format, Gfn, Level, MmuKind, Vm};
@@ -16,14 +16,14 @@ use crate::tally::Tally;
 pub struct Family<M: Machine, F: Format> {
     /// The VMs, oldest first.
     vms: Vec<Runner<M, F>>,
-    /// Index of the VM that operations are run on.
+    /// The index of the current VM, on which operations are run.
     current: usize,
-    /// The tally of VMs that have ended.
+    /// The sum of the tallies of VMs that have ended.
     tally: Tally,
 }
 
 impl<M: Machine, F: Format> Family<M, F> {
-    /// Makes a VM: see [`Runner::new`].
+    /// Makes a family with one VM, like [`Runner::new`].
     pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         Family {
             vms: vec![Runner::new(host_pages, rings, config)],
@@ -41,7 +41,7 @@ impl<M: Machine, F: Format> Family<M, F> {
         self.vm().host_pages()
     }
 
-    /// Returns the models, by address space, of the current VM.
+    /// Returns the models of the current VM, by address space.
     pub fn models(&self) -> &[GuestModel] {
         self.vm().models()
     }
@@ -67,7 +67,7 @@ impl<M: Machine, F: Format> Family<M, F> {
         self.vms.iter().for_each(Runner::check_contents);
     }
 
-    /// Ends the current VM, which is not the last one. Its frames then belong to the others.
+    /// Ends the current VM, which is not the last one. Its frames then belong only to the other VMs.
     fn end(&mut self) {
         if self.vms.len() == 1 {
             return;
@@ -83,7 +83,7 @@ impl<M: Machine, F: Format> Family<M, F> {
         self.vms.iter_mut().for_each(Runner::check);
     }
 
-    /// Ends the VMs; every table frame must have been freed.
+    /// Ends the VMs, and checks that every table frame was freed. Returns the tally.
     pub fn finish(mut self) -> Tally {
         let platform = self.vm().platform.clone();
         for vm in self.vms {
@@ -160,7 +160,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         Some(clone)
     }
 
-    /// Returns the leaves that a zap reports to the host as written, or as maybe written
+    /// Returns the leaves for which a zap tells the host that the page was written or may have been written
     /// ([`slat::ZappedLeaf::dirty`]).
     fn written(&self) -> BTreeSet<(usize, Gfn, Level)> {
         let mut written = BTreeSet::new();

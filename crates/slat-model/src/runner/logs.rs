@@ -9,7 +9,7 @@ use crate::machine::Machine;
 use crate::rings::{DirtyPage, RingClient};
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Whether policy `dirty_log_reads` is on.
+    /// Whether the policy `dirty_log_reads` is on.
     pub(super) fn logs_reads(&self) -> bool {
         match self.policies.get("dirty_log_reads") {
             None | Some(&"auto") => F::LOGS_READS,
@@ -17,8 +17,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the guest has made an access, or may make it now. If the access was a write, or a read that is logged,
-    /// a bitmap must contain its page. `did`: the numbers of events that the engine has counted during the access.
+    /// Records in the model that the guest has made an access, or may make it now. If the access is a write, or a read
+    /// that is logged, checks that a bitmap contains its page. `did` has the counts of engine events during the access.
     pub(super) fn note_access(
         &mut self,
         i: usize,
@@ -32,7 +32,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
         };
-        // A ring has one entry for the page, which the vCPU has pushed.
+        // If the log is a ring, the vCPU has pushed one ring entry for the page.
         let to_ring = model.mode.rings;
         let faulted = did.pf_fixed + did.pf_spurious > 0;
         if access != Access::Write {
@@ -56,7 +56,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Handles writes that may or may not have been recorded: collects the logs, and makes the model equal to them.
+    /// Collects the logs, and makes the model equal to them. Call after writes that may or may not have been recorded.
     pub(super) fn uncertain_writes(&mut self, space: usize, gfns: Range<u64>) {
         let model = &self.models[space];
         if model.mode.rings {
@@ -136,7 +136,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) {
         let model = &self.models[space];
         let base = model.slots.get(&id).map_or(0, |slot| slot.base);
-        // A range beyond all slots is refused, whatever the bitmap contains.
+        // A range beyond all slots is refused whatever the bitmap contains, so a shorter bitmap suffices.
         let words = pages.div_ceil(64).min(1 << 13) as usize;
         let bitmap = vec![pattern; words];
         let mut kept = Vec::new();
@@ -159,14 +159,14 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Whether the vCPU must not push any more ring entries.
+    /// Whether the vCPU's ring is full, so that it must not push more ring entries.
     pub(super) fn is_ring_full(&self, i: usize) -> bool {
         let ring = self.rings.get(self.cpus[i].ring);
         ring.is_some_and(|ring| ring.in_use() >= RingClient::SOFT_LIMIT)
     }
 
-    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` are for that access.
-    /// Returns the number of these ring entries.
+    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` are for pages of `gfns`. Returns
+    /// the number of these ring entries.
     pub(super) fn note_pushes(
         &mut self,
         i: usize,
@@ -208,7 +208,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the vCPU of `ring` was deleted: the ring is not reset any more, and the next write to each of
+    /// Records that the vCPU of `ring` was deleted. The ring will not be reset any more, so the next write to each of
     /// its pages is recorded again.
     pub(super) fn ring_left(&mut self, ring: usize) {
         let Some(client) = self.rings.get_mut(ring) else {

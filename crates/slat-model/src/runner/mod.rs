@@ -1,4 +1,4 @@
-//! Runs operations on an engine and a model side by side, and compares every result.
+//! Runs operations on an engine and on a model, and compares every result.
 
 mod access;
 mod cold;
@@ -38,7 +38,7 @@ struct Cpu<P: Platform, F: Format> {
     tlb: BTreeMap<u64, Translation>,
     /// The address space that the vCPU uses.
     space: usize,
-    /// Index of the vCPU's ring among the runner's rings.
+    /// The index of the vCPU's ring in the runner's list of rings.
     ring: usize,
 }
 
@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
-            // The TLB may drop any entry, as long as each entry can be the dropped one.
+            // A full TLB drops one entry. Each entry can be the dropped one.
             let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
             let victim = *victim.expect("it is full").0;
             self.tlb.remove(&victim);
@@ -55,31 +55,32 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     }
 }
 
-/// An engine and its model, on one thread: at most one vCPU at a time is in a reader section.
+/// An engine and its model. All operations run on one thread, so at most one vCPU at a time is in a reader section.
 pub struct Runner<M: Machine, F: Format> {
     machine: Arc<M>,
     platform: Arc<Watched<M::Platform>>,
     vm: Arc<Vm<Watched<M::Platform>, F>>,
-    /// The entries of the VM's tables that walkers may have cached.
+    /// The model of the entries that hardware walkers may have cached from the VM's tables.
     walkers: Arc<Tlb>,
     /// The model of each address space.
     models: Vec<GuestModel>,
     cpus: Vec<Cpu<M::Platform, F>>,
     policies: BTreeMap<&'static str, &'static str>,
-    /// Whether NX huge pages were ever on. If so, leaves may be smaller, and huge leaves may be not executable.
+    /// Whether NX huge pages were ever on. If so, leaves may be smaller than otherwise, and huge leaves may be not
+    /// executable.
     nx: bool,
-    /// The largest number of table frames after an operation.
+    /// The maximum number of table frames after any operation so far.
     most_frames: u64,
     /// The number of shadow pages that were recycled before the operation began.
     recycled: u64,
     tally: Tally,
-    /// Frames of the last accesses, whose mappings are looked up after other operations.
+    /// The last accessed frames, whose mappings are looked up after other operations.
     accessed: VecDeque<u64>,
     /// The number of operations so far.
     ops: usize,
-    /// Ring entries that were collected and not reset, each with its ring.
+    /// The ring entries that were collected and not yet reset, each with the index of its ring.
     collected: Vec<(usize, DirtyPage)>,
-    /// All rings so far.
+    /// All rings of this VM so far.
     rings: Vec<RingClient>,
     cold: Cold,
     promotion: Promotion,
@@ -87,8 +88,8 @@ pub struct Runner<M: Machine, F: Format> {
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Makes a VM without memory on a machine of `host_pages` pages; with `rings` its dirty logs are
-    /// rings. `config` says how its tables are made.
+    /// Makes a VM without memslots on a machine of `host_pages` pages. If `rings`, its dirty logs are rings. `config`
+    /// determines how its tables are made.
     pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
@@ -116,7 +117,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         Self::of(machine, platform, vm, tlb, vec![model; SPACES])
     }
 
-    /// Makes the vCPUs of `vm`, whose memory `models` describes.
+    /// Makes the runner of `vm`, with new vCPUs. `models` describes the VM's memory.
     fn of(
         machine: Arc<M>,
         platform: Arc<Watched<M::Platform>>,
@@ -126,8 +127,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) -> Self {
         let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
         let tables = machine.platform().clone();
-        // SAFETY: the platform keeps the promise of `Platform`. The platform tells the model when frames are freed, and
-        // the runner makes the model forget the tables when the runner is dropped.
+        // SAFETY: the platform fulfils the contract of `Platform`. The platform tells the TLB model when frames are
+        // freed, and a dropped runner makes the model forget the tables.
         unsafe {
             let entries = move |frame| tables.entries(frame);
             walkers.watch_at::<F>(vm.id(), &roots, entries);
@@ -212,7 +213,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_violations();
     }
 
-    /// Compares the memory usage that the VM reports with the frames that it has from the platform.
+    /// Compares the memory usage that the VM reports with the number of frames that it has from the platform.
     fn check_usage(&mut self) {
         let usage = self.vm.memory_usage();
         let frames = self.platform.live_frames_of(self.vm.id()) as u64;
@@ -320,8 +321,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Makes a vCPU use another address space in the middle of a reader section, as a processor does. Drops the
-    /// translations of the first address space.
+    /// Makes a vCPU use another address space in the middle of a reader section, as a processor may. Drops the vCPU's
+    /// translations of the old address space.
     fn use_space(&mut self, i: usize, space: usize) {
         self.enter(i);
         let cpu = &mut self.cpus[i];
@@ -332,8 +333,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("address space changed");
     }
 
-    /// Call while an invalidation of `pages` is in progress. The error is a leaf that maps one of the pages, and that
-    /// a walker may have cached.
+    /// Checks that no leaf that a walker may have cached maps one of `pages`. The error describes such a leaf. Call
+    /// during an invalidation of `pages`.
     fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         let frames = OnceCell::new();
         let sorted = || {
@@ -383,7 +384,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let begins_or_ends =
             old.is_some_and(|old| old.logs() != logs && old.region(region.slot).gpa == region.gpa);
-        // If tables are shadow pages, the end of dirty logging zaps the tables that a huge leaf could replace.
+        // If the tables are shadow pages, the end of dirty logging zaps tables that a huge leaf could replace.
         let in_place = logs || self.vm.mmu() == MmuKind::Tdp;
         let kept = match old {
             Some(old) if begins_or_ends && in_place => {
@@ -426,7 +427,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let expected = after.set_regions(changes);
         let kept = before.kept(&after);
         let mut known = Vec::new();
-        // If tables are shadow pages, the end of dirty logging zaps the tables that a huge leaf could replace.
+        // If the tables are shadow pages, the end of dirty logging zaps tables that a huge leaf could replace.
         if self.vm.mmu() == MmuKind::Tdp {
             for gfns in kept {
                 known.extend(self.mapped(space, gfns));
@@ -512,7 +513,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         self.check_still_mapped(&known, false);
         if most == usize::MAX && in_place {
-            // A pass from the beginning finds no table left that could be replaced.
+            // A new pass from the beginning must find no table that a huge leaf can replace.
             self.promotion = Promotion::default();
             self.vm.promote(&mut self.promotion, most);
             assert_eq!(self.promotion, Promotion::default());
@@ -532,7 +533,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             (true, 0) => 0,
             (true, ratio) => before.div_ceil(ratio),
         };
-        // Tables of slots that log are not zapped.
+        // The search for NX tables to zap leaves out slots that log.
         let mut slots = self.models.iter().flat_map(|m| m.slots.values());
         let logs = slots.any(|slot| slot.logs());
         assert!(
@@ -544,7 +545,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the engine returned that there is no memory. Checks that an allocation was made to fail.
+    /// Checks that a test has made an allocation fail. Call when the engine has returned that there is no memory.
     fn allocation_failed(&mut self) {
         self.check_violations();
         assert!(
@@ -554,7 +555,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("out of memory");
     }
 
-    /// Audits the engine and the machine, and compares all of the engine's dirty logs.
+    /// Audits the engine and the machine, and compares all dirty logs with the model.
     pub fn check(&mut self) {
         self.platform.stop_failing();
         self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
@@ -572,7 +573,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("audit");
     }
 
-    /// Compares the memslots.
+    /// Compares the engine's memslots with the model's.
     fn check_slots(&self) {
         for (space, model) in self.models.iter().enumerate() {
             let mut slots: Vec<_> = model
@@ -607,7 +608,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.platform.check_frames(is_guest_memory)
     }
 
-    /// Ends the VM; every table frame must have been freed.
+    /// Ends the VM, and checks that every table frame was freed. Returns the tally.
     pub fn finish(mut self) -> Tally {
         self.check();
         self.check_frames().unwrap_or_else(|why| panic!("{why}"));
@@ -622,8 +623,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     }
 }
 
-/// Returns the function that a platform calls when it changes the backing of a page of `vm`, whose tables `walkers`
-/// walk.
+/// Returns the function that a platform calls to change the backing of a page of `vm`. `walkers` is the model of the
+/// TLBs that walk the VM's tables.
 fn invalidate<P: Platform, F: Format>(
     vm: &Arc<Vm<Watched<P>, F>>,
     walkers: Arc<Tlb>,
@@ -641,7 +642,7 @@ fn invalidate<P: Platform, F: Format>(
 }
 
 impl<M: Machine, F: Format> Drop for Runner<M, F> {
-    /// Call before dropping the VM: from then on no CPU walks its tables.
+    /// Tells the TLB models that no CPU walks the tables from now on, before the VM is dropped.
     fn drop(&mut self) {
         self.walkers.forget();
         self.platform.remove_clone(self.vm.id());

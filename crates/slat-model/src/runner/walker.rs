@@ -1,5 +1,5 @@
-//! A page walker in hardware: it reads the tables, sets accessed and dirty bits, and writes the pages whose dirty bits
-//! it has set to a buffer.
+//! A hardware page walker: it reads the tables, sets accessed and dirty bits, and records the pages whose dirty bits it
+//! has set in a buffer.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
@@ -11,7 +11,7 @@ use crate::machine::Machine;
 use crate::model::Expected;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Makes the walker of vCPU `i` write to `gpa`, if the tables allow that.
+    /// Makes the walker of vCPU `i` write to `gpa`, if the tables allow the write.
     pub(super) fn walk_for_write(&mut self, i: usize, gpa: u64) {
         let (gfn, space) = (gpa >> F::GRANULE.shift(), self.cpus[i].space);
         let Some((entry, level)) = self.walk(space, gfn) else {
@@ -48,16 +48,17 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Returns the entry at which a walk to `gfn` for a write ends, and the entry's level. `None`: an entry above does
-    /// not allow the write.
+    /// Returns the entry at which a walk for a write to `gfn` ends, and the entry's level. `None`: an entry at a higher
+    /// level does not allow the write.
     fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
         let top_pages = F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64;
         let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;
         let (mut frame, mut level): (Pfn, Level) = (root.add(gfn / top_pages), F::TOP);
         loop {
             let index = F::GRANULE.index(Gfn(gfn), level);
-            // SAFETY: frames of tables that a walk reaches are memory, and are accessed atomically. The runner is the
-            // only thread, so no table is freed meanwhile. The index is less than the number of entries in a table.
+            // SAFETY: the frames of tables that a walk reaches are allocated, and are accessed atomically. The runner
+            // is the only thread, so no table is freed during the walk. The index is less than the number of entries in
+            // a table.
             let entry = unsafe {
                 let entries = self.platform.entries(frame);
                 entries.cast::<AtomicU64>().add(index).as_ref()

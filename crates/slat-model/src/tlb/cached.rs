@@ -1,5 +1,5 @@
-//! The entries that a walker may have cached: the ghosts, and all entries that are reached through them, until
-//! a flush.
+//! The entries that a walker may have cached: the ghosts (changed entries that were not flushed yet), and all entries
+//! that a walker reaches through ghosts.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -11,8 +11,7 @@ use super::entry::{Ghost, Place, Value, overlap};
 use super::table::root_pages;
 
 impl Inner {
-    /// Drops the ghosts of `range` (changed entries that a TLB may still hold) that were made before `moment`, as far
-    /// as `stale` includes them.
+    /// Drops the ghosts of `range` that were made before `moment` and whose kind `stale` includes.
     pub(super) fn flush(&mut self, range: &Range<u64>, stale: Stale, moment: u64) {
         let is_meant = |ghost: &Ghost| match ghost.value {
             Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),
@@ -45,7 +44,7 @@ impl Inner {
         self.ghosts.append(&mut left);
     }
 
-    /// Calls `each` for a ghost, and for all entries that are reached through it.
+    /// Calls `each` for a ghost, and for all entries that a walker reaches through it.
     pub(super) fn each_cached(&self, ghost: &Ghost, each: &mut impl FnMut(Place, Value)) {
         each(ghost.place, ghost.value);
         if let Some(frame) = ghost.value.table() {
@@ -68,7 +67,7 @@ impl Inner {
         }
     }
 
-    /// Returns the leaf in the tables that translates `gfn`, as of the last comparison.
+    /// Returns the leaf that translates `gfn` in the tables, as they were at the last comparison.
     pub(super) fn leaf(&self, space: usize, gfn: u64) -> Option<(Place, Value)> {
         let walker = self.walker?;
         let root_pages = root_pages(walker.granule, walker.top);
@@ -90,8 +89,7 @@ impl Inner {
         }
     }
 
-    /// Whether the tables still allow everything that `ghost`, a changed entry that a TLB may still hold, allows. A
-    /// split in place leaves such entries.
+    /// Whether the tables still allow all that `ghost` allows. That is so for a leaf that was split in place.
     pub(super) fn is_explained(&self, ghost: &Ghost) -> bool {
         if let Value::Table { .. } | Value::TableWrite = ghost.value {
             return false;

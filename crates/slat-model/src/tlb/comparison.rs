@@ -1,4 +1,5 @@
-//! Compares tables with their copies: every entry that was removed from a table since becomes a ghost.
+//! Compares tables with the model's copies of them. Every entry that was removed from a table since the last comparison
+//! becomes a ghost.
 
 use alloc::format;
 use alloc::vec;
@@ -11,8 +12,8 @@ use super::table::Table;
 use super::{FINDINGS, Inner};
 
 impl Inner {
-    /// Adds the table in `frame`, which a walker can now reach by an entry of the table `above`. The table's first
-    /// entry is at `place`.
+    /// Adds the table in `frame` to the model. A walker can now reach this table through an entry of the table `above`.
+    /// The table's first entry is at `place`.
     pub(super) fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
@@ -35,7 +36,7 @@ impl Inner {
         }
     }
 
-    /// Compares a table with its copy.
+    /// Compares a table with its copy. Makes ghosts of changed entries, and updates the copy.
     pub(super) fn compare(&mut self, frame: Pfn) {
         let protected = self.is_below_protected(frame);
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
@@ -64,7 +65,7 @@ impl Inner {
         }
     }
 
-    /// Whether the path to the table in `frame` is write-protected now.
+    /// Whether an entry on the path to the table in `frame` is write-protected.
     fn is_below_protected(&self, frame: Pfn) -> bool {
         let Some(walker) = self.walker else {
             return false;
@@ -82,7 +83,8 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // The entry was removed, so a walker must have cached a copy of it before that.
+                // The entry was removed. A walker that reaches the table has cached the entry, with its old right,
+                // before that.
                 _ => return false,
             }
             frame = above;
@@ -90,8 +92,8 @@ impl Inner {
         protected
     }
 
-    /// Removes the right to write from the copy of the table in `frame`, and of the tables below it. A walker may
-    /// still have cached this right.
+    /// Removes the right to write from the copies of the table in `frame` and of the tables below it. The removed
+    /// rights become ghosts, because a walker may have cached them.
     fn protect_below(&mut self, frame: Pfn) {
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;
@@ -127,7 +129,7 @@ impl Inner {
         self.lost = true;
     }
 
-    /// Call when an entry of the table in `frame`, at `place`, has changed.
+    /// Records the change of an entry of the table in `frame` from `was` to `now`. The entry is at `place`.
     fn change(&mut self, frame: Pfn, place: Place, was: u64, now: u64) {
         let walker = self.walker.expect("tables are known while it watches");
         let value = |bits| walker.value(bits, place.level);

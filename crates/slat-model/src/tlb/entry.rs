@@ -1,4 +1,4 @@
-//! Page-table entries as a walker reads them, and entries that a walker may still have cached.
+//! Page-table entries as a walker reads them, and ghosts: changed entries that a walker may still have cached.
 
 use core::ops::Range;
 
@@ -8,10 +8,10 @@ use slat::{Granule, Level, MemoryType, Pfn};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) space: usize,
-    /// The granule of the tables, the same for all.
+    /// The granule, which all tables of the model have in common.
     pub(super) granule: Granule,
     pub(super) level: Level,
-    /// First frame that the entry covers.
+    /// The first frame that the entry translates.
     pub(super) gfn: u64,
 }
 
@@ -25,14 +25,14 @@ impl Place {
     }
 }
 
-/// The parts of a valid entry that affect a walker.
+/// The parts of a valid entry that a walker uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Table {
         frame: Pfn,
         write: bool,
     },
-    /// Ghosts only: the right to write of an entry that refers to a table.
+    /// For ghosts only: the right to write in an entry that refers to a table.
     TableWrite,
     Leaf {
         pfn: Pfn,
@@ -45,7 +45,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// Whether `now`, the entry at the same position, allows everything that `self` allows.
+    /// Whether `now`, the current entry at the same position, allows all that `self` allows.
     pub(super) fn is_kept_by(&self, now: Option<Value>) -> bool {
         match (*self, now) {
             (
@@ -84,7 +84,7 @@ impl Value {
         }
     }
 
-    /// Whether both refer to the same frame and, if they are leaves, have the same memory type.
+    /// Whether both values refer to the same frame and, if they are leaves, have the same memory type.
     fn means(&self, other: &Value) -> bool {
         match (self, other) {
             (Value::Table { frame, .. }, Value::Table { frame: other, .. }) => frame == other,
@@ -100,7 +100,7 @@ impl Value {
         }
     }
 
-    /// Returns the 4 KiB part at `offset` pages of a leaf.
+    /// Returns the part of a leaf for one 4 KiB page, at `offset` pages from the leaf's start.
     pub(super) fn at(self, offset: u64) -> Value {
         match self {
             Value::Leaf {
@@ -126,12 +126,13 @@ impl Value {
 pub(super) struct Ghost {
     pub(super) place: Place,
     pub(super) value: Value,
-    /// Number of ghosts made before this one.
+    /// The number of ghosts that were made before this one.
     pub(super) number: u64,
 }
 
 impl Ghost {
-    /// Whether a walker that may hold this ghost must not find `value` at `place`.
+    /// Whether `value` at `place` conflicts with this ghost: a walker that may hold the ghost must not find such a
+    /// value.
     pub(super) fn conflicts(&self, place: &Place, value: &Value) -> bool {
         if self.place.space != place.space || !overlap(&self.place.gfns(), &place.gfns()) {
             return false;
@@ -139,8 +140,8 @@ impl Ghost {
         if self.place.level == place.level {
             return !self.value.means(value);
         }
-        // A leaf that was reached through a removed table does not conflict with another table: only the entries of
-        // that other table do. A leaf conflicts with everything that is cached below it, and with a larger leaf.
+        // A leaf that a walker has reached through a removed table does not conflict with another table, but with that
+        // other table's entries. A leaf conflicts with everything that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
             (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,

@@ -1,24 +1,25 @@
-//! A model of the entries that a hardware page walker may have cached: every valid entry, leaf or not, that it could
-//! have read since the last completed flush of the entry's range.
+//! A model of the entries that a hardware page walker may have cached. These are all valid entries, leaves or not, that
+//! the walker could have read since the last completed flush of the entry's range.
 //!
-//! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the
-//! tables and not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it
-//! with the table whenever the engine asks the platform for that table, and before each flush, and makes a ghost of
-//! every entry that was removed or has lost a right. A flush ends the ghosts of its range. A removed table is reached
-//! through its ghost and is compared, too.
+//! A walker may cache an entry in the tables at any time, so the model need not record such entries. An entry that was
+//! removed from the tables and was not flushed since is a *ghost*. The model keeps a copy of each table that a walker
+//! can reach. Whenever the engine asks the platform for a table, and before each flush, the model compares the table
+//! with its copy. Every entry that was removed or has lost a right becomes a ghost. A flush ends the ghosts of its
+//! range. A walker may still reach a removed table through its ghost, so such a table is compared, too.
 //!
-//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have
-//!   another size or another memory type.
-//! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that
-//!   has flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
+//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost. Entries conflict if they
+//!   map different frames or have different sizes or memory types.
+//! * On all formats, a table to which a ghost refers must not be freed ([`Tlb::freed`]), and after an operation that
+//!   flushes, there must be no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_slot`]).
 //!
 //! Some walkers obey a missing right to write in an entry that refers to a table ([`Format::TABLE_WRITE`]): leaves
 //! below such an entry cannot be cached as writable. When the model finds that an entry has lost this right, the right
-//! becomes a ghost, and so does the right of each leaf below the entry. After that, the leaves below may lose the right
-//! without another flush.
+//! becomes a ghost, and so does the right of each leaf below the entry. After the flush of these ghosts, the leaves
+//! below may lose their right without another flush.
 //!
-//! The model reads a table at certain moments only, so it may miss a ghost, but each of its ghosts could exist. A flush
-//! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//! The model reads a table only at certain moments, so it may miss a ghost. But a hardware TLB could really hold each
+//! of its ghosts. A flush that takes time ends only the ghosts that existed when the flush began
+//! ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
 //! The model needs no OS: the machines on which [`crate`] runs operations and the monitors in `metal` share it.
 
@@ -44,10 +45,10 @@ use crate::lock::Lock;
 use entry::{Ghost, Place, Value, overlap};
 use table::{Table, Walker, root_pages};
 
-/// The number of conflicts that are kept as text until a caller asks for them.
+/// The maximum number of conflicts that are kept as text until a caller asks for them.
 const FINDINGS: usize = 20;
 
-/// The model of the TLBs. The model knows the tables of one VM, and no tables before `Tlb::watch`.
+/// The model of the TLBs. It knows the tables of one VM. Before `Tlb::watch`, it knows no tables.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,
@@ -58,26 +59,26 @@ pub struct Tlb {
 #[derive(Default)]
 struct Inner {
     walker: Option<Walker>,
-    /// Returns the entries in a table frame.
+    /// The function that returns the entries in a table frame.
     entries: Option<Box<dyn Fn(Pfn) -> NonNull<Entries> + Send>>,
-    /// Tables that a walker can reach.
+    /// The tables that a walker can reach.
     tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
     /// The number of ghosts made so far.
     made: u64,
-    /// Tables for which the engine asked since they were last compared in a quiet moment.
+    /// The tables for which the engine has asked since [`Tlb::stale`] last compared them.
     touched: BTreeSet<Pfn>,
-    /// Whether there are ghosts that [`Tlb::stale`] has not seen.
+    /// Whether ghosts may exist that [`Tlb::stale`] has not checked.
     lost: bool,
     conflicts: u64,
-    /// Texts of the first conflicts.
+    /// The texts of the first conflicts.
     findings: Vec<String>,
 }
 
 impl Tlb {
     /// Makes walkers of `F` use the tables of `vm` from now on. `roots` contains the root table of each address space;
-    /// for a root of several tables, the first one. Each table's frame is memory at the address that the frame's number
-    /// gives.
+    /// for a root of several tables, the first table. A table's frame number gives the address of its memory in this
+    /// process.
     ///
     /// # Safety
     /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
@@ -135,7 +136,7 @@ impl Tlb {
         self.watching.store(true, SeqCst);
     }
 
-    /// Call when no CPU can walk the tables any more: later changes of the tables are ignored.
+    /// Makes the model ignore all later changes of the tables. Call when no CPU can walk the tables any more.
     pub fn forget(&self) {
         self.watching.store(false, SeqCst);
         let mut inner = self.inner.lock();
@@ -151,7 +152,7 @@ impl Tlb {
         self.conflicts.load(SeqCst)
     }
 
-    /// Returns the number of ghosts since [`Tlb::watch`]: entries that were removed or have lost a right.
+    /// Returns the number of ghosts since [`Tlb::watch`], which are the entries that were removed or have lost a right.
     pub fn ghosts(&self) -> u64 {
         self.inner.lock().made
     }
@@ -167,7 +168,8 @@ impl Tlb {
         Some(result)
     }
 
-    /// Call when the engine reaches the table in `frame`, before it reads or changes it.
+    /// Compares the table in `frame` with its copy. Call when the engine reaches the table, before it reads or changes
+    /// it.
     #[inline]
     pub fn reached(&self, frame: Pfn) {
         if self.watching.load(Relaxed) {
@@ -180,8 +182,8 @@ impl Tlb {
         }
     }
 
-    /// Call before a flush begins. Returns the moment to pass to [`Tlb::flush_ended`]: entries that are removed after
-    /// it may still be cached after the flush.
+    /// Returns the moment to pass to [`Tlb::flush_ended`]. Entries that are removed after this moment may still be
+    /// cached after the flush. Call before a flush begins.
     pub fn flush_begins(&self) -> u64 {
         let moment = self.with(|inner| {
             inner.compare_touched();
@@ -190,8 +192,8 @@ impl Tlb {
         moment.unwrap_or(0)
     }
 
-    /// Call when a flush of `range` that began at `moment` is complete. Only the entries in `stale` are known to be
-    /// dropped.
+    /// Ends the ghosts that a flush of `range` has dropped from the TLBs. The flush began at `moment`, and is known to
+    /// drop only the kinds of entries in `stale`. Call when the flush is complete.
     pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
@@ -201,12 +203,13 @@ impl Tlb {
         });
     }
 
-    /// Call for a flush of `range` that takes no time, where a machine would execute INVEPT, TLBI or HFENCE.
+    /// Ends the ghosts of `range`, for a flush that takes no time. Call where a machine would execute INVEPT, TLBI or
+    /// HFENCE.
     pub fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
         self.flush_ended(vm, range, stale, self.flush_begins());
     }
 
-    /// Call when a frame is freed, before anything is written to it.
+    /// Removes a freed table from the model. Call when its frame is freed, before anything is written to the frame.
     ///
     /// # Errors
     /// A walker can still reach the table in the frame.
@@ -225,8 +228,8 @@ impl Tlb {
         }
     }
 
-    /// Call in a quiet moment, when every operation has returned. Returns a message about an entry that broke
-    /// break-before-make, or about a cached entry that allows an access that the tables do not allow.
+    /// Returns a message about an entry that broke break-before-make, or about a cached entry that allows an access
+    /// that the tables do not allow. `None` if there is no such entry. Call when no operation is in progress.
     pub fn stale(&self) -> Option<String> {
         self.with(|inner| {
             inner.compare_touched();
@@ -246,13 +249,13 @@ impl Tlb {
         .flatten()
     }
 
-    /// Returns the conflicts since the last call; if there are many, only the first ones.
+    /// Returns the texts of the conflicts since the last call. If there were many, returns only the first ones.
     pub fn findings(&self) -> Vec<String> {
         core::mem::take(&mut self.inner.lock().findings)
     }
 
-    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that maps one of the
-    /// pages, that a walker may have cached, and that is not in the tables.
+    /// Checks that no ghost maps one of `pages` of host memory. The error describes such a ghost: a walker may have
+    /// cached it, and it is not in the tables. Call during an invalidation of `pages`.
     #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         self.check_frames(|first, count| {
@@ -261,8 +264,8 @@ impl Tlb {
         })
     }
 
-    /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and
-    /// the number of frames.
+    /// Like [`Tlb::check_backing`], but checks the frames of ghosts: calls `are_wrong` with the first frame of a leaf
+    /// and the number of its frames.
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
             Value::Leaf { pfn, .. } => are_wrong(*pfn, place.pages()),
@@ -270,13 +273,15 @@ impl Tlb {
         })
     }
 
-    /// Call after deleting a slot. The error is a leaf of `gfns` that a walker may have cached.
+    /// Checks that no walker can have cached a leaf for `gfns`. The error describes such a leaf. Call after deleting a
+    /// slot.
     pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
         self.check_slot(space, gfns, |_, _| false)
     }
 
-    /// Call after creating or moving a slot, for its old and its new frames. The error is a leaf of `gfns` that a
-    /// walker may have cached, and for whose first guest and host frame `is_of_slot` is false.
+    /// Checks the leaves of `gfns` that a walker may have cached, by calling `is_of_slot` with the first guest frame
+    /// and the first host frame of each. The error describes a leaf for which `is_of_slot` returns false. Call after
+    /// creating or moving a slot, for the slot's old frames and for its new frames.
     pub fn check_slot(
         &self,
         space: usize,

@@ -1,4 +1,4 @@
-//! The tables that a walker can reach, each with a copy, and the meaning of their bits to the walker.
+//! The tables that a walker can reach, each with a copy, and the meaning of their bits for the walker.
 
 use alloc::boxed::Box;
 use core::ptr::NonNull;
@@ -9,17 +9,17 @@ use slat::{Entries, Granule, Level, Pfn, VmId};
 
 use super::entry::{Place, Value};
 
-/// The model's knowledge of a format, and of the VM.
+/// What the model knows about the format of the tables and about the VM.
 #[derive(Clone, Copy)]
 pub(super) struct Walker {
     pub(super) vm: VmId,
     pub(super) decode: fn(u64, Level) -> Entry,
-    /// Whether an entry that refers to a table is write-protected.
+    /// Whether an entry that refers to a table lacks the right to write.
     pub(super) is_protected: fn(u64) -> bool,
-    /// Removes the right to write from a leaf.
+    /// Returns a leaf without its right to write.
     pub(super) protect: fn(u64) -> u64,
-    /// The right to write of an entry that refers to a table, if walkers cache it as a right of the whole path,
-    /// like that of a leaf; else 0.
+    /// The bit with the right to write in an entry that refers to a table, if walkers cache this right for the whole
+    /// path below the entry, like the right of a leaf. Otherwise 0.
     pub(super) path_write: u64,
     pub(super) break_before_make: bool,
     pub(super) granule: Granule,
@@ -44,8 +44,8 @@ impl Walker {
         }
     }
 
-    /// Returns `bits`, read from a table of `level` whose path is write-protected, with the rights
-    /// that a walker may cache.
+    /// Returns the entry `bits` of a table of `level` with only the rights that a walker may cache if the path to the
+    /// table is write-protected.
     pub(super) fn below_protected(&self, bits: u64, level: Level) -> u64 {
         match self.value(bits, level) {
             Some(Value::Leaf { write: true, .. }) => (self.protect)(bits),
@@ -56,23 +56,23 @@ impl Walker {
 }
 
 pub(super) struct Table {
-    /// Position of the table's first entry.
+    /// The position of the table's first entry.
     pub(super) place: Place,
     pub(super) entries: NonNull<Entries>,
-    /// The table above, which refers to this table.
+    /// The table at the next higher level, which refers to this table.
     pub(super) above: Option<Pfn>,
     pub(super) seen: Box<[u64]>,
 }
 
-// SAFETY: the entries are read atomically, and are memory until the table is dropped from the model
+// SAFETY: the entries are read atomically, and their memory stays allocated until the table is dropped from the model
 // ([`Tlb::watch_at`]).
 unsafe impl Send for Table {}
 
 impl Table {
     fn live(&self) -> &[AtomicU64] {
         let entries = NonNull::slice_from_raw_parts(self.entries.cast(), self.seen.len());
-        // SAFETY: the entries are memory, as the contract of `Tlb::watch_at` asks. The model drops tables that were
-        // freed or forgotten.
+        // SAFETY: the entries' memory is allocated, as the contract of `Tlb::watch_at` requires. The model drops tables
+        // that were freed or forgotten.
         unsafe { entries.as_ref() }
     }
 
@@ -81,8 +81,8 @@ impl Table {
         self.live()[index].load(Acquire)
     }
 
-    /// Whether the table equals its copy. Usually it does, so this loop has no branch: half of a random run is
-    /// spent here.
+    /// Whether the table equals its copy. The two are usually equal, so this loop has no branch; a random run spends
+    /// half of its time here.
     pub(super) fn is_as_seen(&self) -> bool {
         let entries = self.live().iter().zip(&self.seen);
         entries.fold(0, |all, (entry, seen)| all | (entry.load(Acquire) ^ seen)) == 0

@@ -1,11 +1,11 @@
-//! Tests the model of a TLB with tables that the tests write.
+//! Tests the model of a TLB with tables whose entries the tests write.
 
 use super::*;
 use crate::frames::{Frames, write};
 use slat::format::{Entry, Leaf, Npt, Privilege, Stage2};
 use slat::{ENTRIES, MemoryType};
 
-/// A root of level 3 with a table of level 2, whose entries start at frame 0.
+/// A root of level 3, with one table of level 2 whose first entry translates frame 0.
 struct World {
     frames: Frames,
     tlb: Tlb,
@@ -114,7 +114,7 @@ fn another_leaf_conflicts_until_the_old_one_was_flushed() {
     world.put(leaf::<F>(1024));
     assert_eq!(world.tlb.conflicts(), 1);
     world.put(0);
-    // Flush one page of the leaf: then no part of the huge leaf stays cached.
+    // The flush of one page of a huge leaf drops the whole leaf from the TLBs.
     world.flush(3..4);
     world.put(leaf::<F>(2048));
     assert_eq!(world.tlb.conflicts(), 1);
@@ -186,7 +186,7 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     }
     world.put(Npt::table(lower));
     assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
-    // The huge leaf may still be cached, and now it allows too much.
+    // A walker may still have cached the huge leaf, which now allows more than the tables.
     world.tlb.reached(lower);
     write(lower, 9, 0);
     assert!(world.tlb.stale().is_some());
