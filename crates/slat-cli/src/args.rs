@@ -76,7 +76,7 @@ Environment of PROGRAM:
 #[derive(ClapArgs)]
 #[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
-    // The help of these options depends on the architecture, because its MMUs and formats do.
+    // The help of these options names the architecture's MMUs and formats.
     #[arg(long, value_name = "MMU", default_value = "tdp", help = host::MMU, value_parser = mmu())]
     pub mmu: MmuKind,
 
@@ -298,7 +298,7 @@ fn pid(text: &str) -> Result<i32, String> {
     }
 }
 
-/// The type is text rather than an enumeration of all commands, because that enumeration contains this one.
+/// Parses a number of seconds.
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(seconds) if (0.01..=86_400.0).contains(&seconds) => Ok(seconds),

@@ -16,7 +16,7 @@ use crate::run;
 /// The experiment that boots Linux.
 const LINUX: &str = "vmm";
 
-/// The width of the tables in characters: a terminal of this width does not break the lines.
+/// The width of the tables in characters. A terminal must be this wide to show them without breaking lines.
 const COLUMNS: u16 = 100;
 
 /// Measures, or prints the experiments' explanations.
@@ -56,7 +56,7 @@ pub fn run(options: &Bench) -> ExitCode {
         complain(&format!("bench: {message}"));
         return ExitCode::from(2);
     }
-    // The measured VMs are made in this process, so the policies are set in its own environment.
+    // The measured VMs run in this process, so the policies are set in its own environment.
     if let (name, Some(policies)) = run::policies(&options.set) {
         // SAFETY: this process has no other thread yet.
         unsafe { env::set_var(name, policies) };
@@ -82,14 +82,14 @@ fn not_measured(names: &[&str]) -> String {
     )
 }
 
-/// Returns the format of the tables, if they are not those of this machine's architecture.
+/// Returns the format of the tables that the options ask for, if it is not the format of this machine's architecture.
 fn other_tables(options: &Bench) -> Option<&'static str> {
     let asked = options.arch.as_deref()?;
     let (_, format) = host::TABLES.iter().find(|(name, _)| *name == asked)?;
     *format
 }
 
-/// Checks that the options are possible for every experiment.
+/// Checks that the options make sense for every selected experiment.
 ///
 /// # Errors
 /// A message that names the option and the experiment.
@@ -123,7 +123,7 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
 /// The destination of the JSON.
 enum Json {
     Nowhere,
-    /// Standard output, which a program reads. The tables go to standard error.
+    /// The JSON goes to standard output, and the tables go to standard error.
     Printed,
     File(Pending),
 }
@@ -144,7 +144,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     } else {
         Size::Usual
     };
-    // Open the file before the measurements, so that an error is reported before they take minutes.
+    // The file is opened before the measurements, which take minutes, so that an error is reported at once.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
     let others = Others {
@@ -152,7 +152,8 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
         linux: linux(options)?,
     };
     let report = slat_bench::run_with(selection, size, others)?;
-    // Write the files before the tables are printed, so that the files exist even if nobody reads standard output.
+    // The files are written before the tables are printed, so that they exist even if printing fails because the reader
+    // has closed standard output.
     let mut text = tables(selection, &report);
     let missing = slat_bench::missing();
     if options.experiment == ALL && !missing.is_empty() {
@@ -175,7 +176,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the files for booting Linux if the options ask for that measurement, which takes minutes.
+/// Returns the files for booting Linux, if the options ask for this measurement. (It takes minutes.)
 fn linux(options: &Bench) -> io::Result<Option<Linux>> {
     let Some(materials) = options.materials.clone() else {
         return Ok(None);

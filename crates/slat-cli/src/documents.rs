@@ -20,7 +20,7 @@ pub fn completions(options: &args::Completions) -> ExitCode {
 /// Prints a manual page.
 pub fn man(options: &args::Man) -> ExitCode {
     let mut command = Args::command();
-    // This gives the subcommands their full names, like slat-run.
+    // `build` gives the subcommands their full names, like slat-run.
     command.build();
     let page = match &options.command {
         None => Some(&command),
@@ -41,7 +41,7 @@ pub fn man(options: &args::Man) -> ExitCode {
     }
 }
 
-/// Like [`Man::render`], but turns each heading at the end of the help into a section of the page.
+/// Like [`Man::render`], but turns each heading in the text after the options into a section of the page.
 fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let man = Man::new(page.clone()).source(concat!("slat ", env!("CARGO_PKG_VERSION")));
     man.render_title(text)?;
@@ -58,7 +58,7 @@ fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let mut sections = Roff::new();
     for line in end.to_string().lines() {
         match line.strip_suffix(':').filter(|line| !line.starts_with(' ')) {
-            // The lines are not joined into paragraphs.
+            // Each line of the section stays a line of its own.
             Some(heading) => sections
                 .control("SH", [heading.to_uppercase().as_str()])
                 .control("nf", []),

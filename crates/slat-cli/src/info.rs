@@ -11,7 +11,7 @@ use crate::args;
 use crate::output;
 use slat_kvm::policy::Assignment;
 
-/// Prints all facts. A fact that cannot be determined is printed as unknown.
+/// Prints all facts. A fact that slat cannot determine is printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("VERSION_AND_COMMIT"));
     let parts = [
@@ -80,8 +80,8 @@ fn dev_kvm() -> String {
     }
 }
 
-/// Describes userfaultfd. Programs that fill guest memory on demand need this system call, and the right to handle
-/// faults that the kernel takes.
+/// Describes userfaultfd. Programs that fill guest memory on demand need this system call, and permission to handle
+/// page faults that occur in the kernel.
 fn userfaultfd() -> String {
     // SAFETY: the call opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
@@ -93,8 +93,8 @@ fn userfaultfd() -> String {
     "yes".to_owned()
 }
 
-/// Returns the mode of transparent huge pages: "always", "madvise" or "never". It decides whether guest memory gets 2
-/// MiB leaves.
+/// Returns the host's mode of transparent huge pages: "always", "madvise" or "never". The mode decides whether guest
+/// memory gets 2 MiB leaves.
 fn thp_mode() -> String {
     let Ok(modes) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled") else {
         return "not supported by this kernel".to_owned();

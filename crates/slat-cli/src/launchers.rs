@@ -1,5 +1,5 @@
-//! Finds programs that start another program without LD_PRELOAD. The other program would use the host's `/dev/kvm`,
-//! or find none.
+//! Recognises launchers: programs that start another program without LD_PRELOAD. The started program would use the
+//! host's `/dev/kvm`, or find none.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -8,13 +8,14 @@ use std::path::Path;
 /// Returns a warning for the user if `program` starts another program without LD_PRELOAD.
 pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let name = Path::new(program).file_name()?.to_str()?;
-    // The launcher's own options come before the program that it starts. If this code mistakes an option of that
-    // program for the launcher's, the only harm is an unnecessary or missing warning.
+    // The launcher's own options come before the program that it starts. This code may mistake an option of that
+    // program for an option of the launcher. Then a warning is missing or unnecessary, which is harmless.
     let has = |options: &[&str]| {
         let is = |word: &OsString| options.iter().any(|option| word == option);
         arguments.iter().any(is)
     };
-    // These pass LD_PRELOAD on: `sudo LD_PRELOAD=...`, `sudo --preserve-env=LD_PRELOAD`, `systemd-run -E LD_PRELOAD`.
+    // These ways pass LD_PRELOAD on: `sudo LD_PRELOAD=...`, `sudo --preserve-env=LD_PRELOAD`,
+    // `systemd-run -E LD_PRELOAD`.
     let passes_it = |word: &OsString| {
         let mut parts = word.as_bytes().windows(b"LD_PRELOAD".len());
         parts.any(|part| part == b"LD_PRELOAD")
@@ -22,7 +23,8 @@ pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String>
     let loses = match name {
         "sudo" | "doas" | "pkexec" => true,
         "su" | "runuser" => has(&["-", "-l", "--login"]),
-        // systemd-run itself starts the program of a scope, but the service manager starts that of a service.
+        // A program in a scope is started by systemd-run itself, so it gets LD_PRELOAD. A program in a service is
+        // started by the service manager.
         "systemd-run" => !has(&["--scope"]),
         _ => false,
     };

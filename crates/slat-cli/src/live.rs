@@ -1,5 +1,5 @@
-//! The common part of all live views in a terminal: a view refreshes its data, and the user ends, pauses or redraws the
-//! view by keys.
+//! The common part of all live views in a terminal: fetching new data at intervals, drawing the view, and the keys to
+//! quit and pause.
 
 use std::io;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ use ratatui::{DefaultTerminal, Frame};
 
 use crate::output::complain;
 
-/// The keys that [`show`] itself understands.
+/// The description of the keys that [`show`] itself handles.
 pub const KEYS: &str = "q quit   space pause";
 
 /// A view in the terminal that is drawn again with new data, until the user quits.
@@ -26,8 +26,8 @@ pub trait View {
     fn press(&mut self, key: KeyCode);
 }
 
-/// Shows a view of the command called `command`, until the user ends it. Refreshes the view every `interval`. The
-/// view must already have its first data.
+/// Shows a view until the user quits. `command` is the command's name, for error messages. The view gets new data every
+/// `interval`; it must already have its first data.
 pub fn show(command: &str, interval: Duration, view: &mut impl View) -> ExitCode {
     let shown = ratatui::try_init().and_then(|mut terminal| {
         let result = run(&mut terminal, interval, view);
@@ -70,7 +70,7 @@ fn run(terminal: &mut DefaultTerminal, interval: Duration, view: &mut impl View)
     }
 }
 
-/// Returns the style of column heads.
+/// Returns the style of column headings.
 pub fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }

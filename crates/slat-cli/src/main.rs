@@ -24,7 +24,7 @@ use clap::Parser;
 fn main() -> ExitCode {
     let args = match args::Args::try_parse() {
         Ok(args) => args,
-        // The help is not printed by its own method `exit`, because that would not report a failure to print.
+        // The help is printed here, because the method `exit` would not report a failure to print it.
         Err(help) if !help.use_stderr() => return output::print(&help.render().to_string()),
         Err(error) => error.exit(),
     };

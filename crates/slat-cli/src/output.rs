@@ -1,4 +1,4 @@
-//! The commands' output: standard output, and files that are opened before the work begins.
+//! The commands' output: to standard output, and to files that are opened before the command's work begins.
 
 use slat_process::file_size::{explained, limited};
 use std::fs::{self, File, OpenOptions};
@@ -9,8 +9,8 @@ use std::process::ExitCode;
 /// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user with the system's error, for example for a full disk. It is no error if the reader closes
-/// the pipe early (`slat info | head -1`).
+/// A sentence for the user with the system's error, for example about a full disk. If the reader closes the pipe early
+/// (`slat info | head -1`), that is no error.
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
     match limited(|| {
@@ -26,7 +26,7 @@ pub fn say(text: &str) -> Result<(), String> {
     }
 }
 
-/// Prints `text` and returns the exit status: the last step of a command that only prints.
+/// Prints `text`, and returns the exit status. For the last step of a command that only prints.
 pub fn print(text: &str) -> ExitCode {
     match say(text) {
         Ok(()) => ExitCode::SUCCESS,
@@ -37,8 +37,8 @@ pub fn print(text: &str) -> ExitCode {
     }
 }
 
-/// Prints one line on standard error that says why a command failed. If this fails, too, only the exit status shows
-/// the command's failure.
+/// Prints one line on standard error that says why a command failed. If that fails, too, only the exit status tells
+/// that the command has failed.
 pub fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "slat: {message}");
 }
@@ -47,12 +47,12 @@ pub fn complain(message: &str) {
 pub struct Pending {
     path: PathBuf,
     file: File,
-    /// Whether this value has created the file and not yet written to it.
+    /// Whether this value has created the file and has not written to it yet.
     is_new: bool,
 }
 
 impl Pending {
-    /// Opens `path` for writing, or creates it.
+    /// Opens the file at `path` for writing, and creates it if it is missing.
     ///
     /// # Errors
     /// A sentence for the user, which names `path` and a remedy.
@@ -91,7 +91,7 @@ impl Pending {
     }
 
     fn replace(&mut self, content: &[u8]) -> io::Result<()> {
-        // Only a regular file has old content to remove; a pipe or a terminal has none.
+        // Only a regular file has old content; a pipe or a terminal has none.
         if self.file.metadata()?.is_file() {
             self.file.set_len(0)?;
         }
@@ -100,7 +100,7 @@ impl Pending {
 }
 
 impl Drop for Pending {
-    /// Removes a file that this value created but never wrote.
+    /// Removes the file if this value has created it but has not written to it.
     fn drop(&mut self) {
         if self.is_new {
             let _ = fs::remove_file(&self.path);
@@ -108,7 +108,7 @@ impl Drop for Pending {
     }
 }
 
-/// Returns what the user can do if `path` cannot be opened.
+/// Returns a sentence that tells the user what to do if `path` cannot be opened.
 fn remedy(path: &Path, error: ErrorKind) -> String {
     match (error, path.parent()) {
         (ErrorKind::NotFound, Some(parent)) if !parent.as_os_str().is_empty() => {

@@ -1,4 +1,4 @@
-//! Finds the user's processes that run VMs on slat, and asks them ([`slat_kvm::publish`]).
+//! Finds the user's processes that run VMs on slat, and sends them questions ([`slat_kvm::publish`]).
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -11,13 +11,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The longest time to wait for an answer. A process that is stopped does not answer.
+/// The maximum time to wait for a reply. A process that is stopped does not reply.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The message when no process with a VM is found.
 pub const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
 
-/// A process with VMs on slat, and its answer to a question.
+/// A process with VMs on slat, and its reply to a question.
 pub struct Process<A> {
     /// The process's id.
     pub pid: i32,
@@ -25,11 +25,11 @@ pub struct Process<A> {
     pub command: String,
     /// The time at which the process was asked.
     pub at: Instant,
-    /// The process's answer, or the reason why there is none.
+    /// The process's reply, or the reason why there is none.
     pub answer: Result<A, String>,
 }
 
-/// Returns this process's effective user.
+/// Returns the effective user number of this process.
 pub fn user() -> u32 {
     // SAFETY: the call has no arguments, and cannot fail.
     unsafe { libc::geteuid() }
@@ -46,20 +46,20 @@ fn open(path: &Path) -> Option<File> {
     (found.st_uid() == user() && found.st_mode() & 0o077 == 0).then_some(directory)
 }
 
-/// A question, and the function that parses its answer.
+/// A question to a process, and the function that parses the reply.
 pub struct Question<A> {
     /// The question's words.
     pub words: String,
-    /// Parses the lines of the answer between the first one and the last one. Returns `None` if a line does not have
+    /// Parses the lines of the reply between the first line and the last one. Returns `None` if a line does not have
     /// the expected form.
     pub read: fn(&[&str]) -> Option<A>,
 }
 
 impl<A> Question<A> {
-    /// Parses an answer.
+    /// Parses a reply.
     ///
     /// # Errors
-    /// The end of a sentence about the process: its slat has another version, or its answer is incomplete.
+    /// The end of a sentence about the process: its slat has another version, or its reply is incomplete.
     pub fn parse(&self, text: &str) -> Result<A, String> {
         let lines: Vec<_> = text.lines().collect();
         let version = format!("slat {}", slat_kvm::publish::VERSION);
@@ -67,7 +67,7 @@ impl<A> Question<A> {
             return Err("runs on another version of slat".to_owned());
         }
         let answer = match lines[1..] {
-            // The last line must be `end`, because a truncated line may look like a shorter valid line.
+            // The last line must be `end`: without this check, a truncated line could look like a shorter valid line.
             [ref lines @ .., "end"] if text.ends_with('\n') => (self.read)(lines),
             _ => None,
         };
@@ -75,7 +75,7 @@ impl<A> Question<A> {
     }
 }
 
-/// Asks all processes of the user, or only `wanted`. The results are ordered by process id.
+/// Asks all processes of the user, or only the process `wanted`. The results are ordered by process id.
 pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
     let asked = each(wanted, |pid, stream| ask_one(question, pid, stream));
     asked.into_iter().map(|(_, process)| process).collect()
@@ -87,8 +87,8 @@ pub fn connect(pid: i32) -> Option<UnixStream> {
     Some(stream)
 }
 
-/// Connects to each process of the user, or only to `wanted`, and calls `visit` with the connection. Removes the
-/// sockets of processes that have ended. The results are ordered by process id.
+/// Connects to each process of the user, or only to the process `wanted`, and calls `visit` with the connection.
+/// Removes the sockets of processes that have ended. The results are ordered by process id.
 fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> Vec<(i32, T)> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     let directories: BTreeSet<PathBuf> =
@@ -116,12 +116,13 @@ fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> 
     visited
 }
 
-/// Connects to the process that listens at this socket. Returns `None` if none listens, or if it is not `wanted`.
+/// Connects to the process that listens at this socket. `None`: no process listens, or the process is not `wanted`.
 fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
     let stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // The process has ended or has executed another program. No process will ever listen at this name again.
+            // The process has ended or has executed another program, so no process will ever listen at this socket
+            // again.
             let _ = fs::remove_file(socket);
             return None;
         }
@@ -133,7 +134,7 @@ fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
         .then_some((pid, stream))
 }
 
-/// Asks a process.
+/// Sends a question to a process, and reads the reply.
 fn ask_one<A>(question: &Question<A>, pid: i32, mut stream: UnixStream) -> Process<A> {
     let answer = (|| {
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -164,7 +165,7 @@ fn unanswered(error: &std::io::Error) -> String {
     }
 }
 
-/// Returns the process that listens at the other end, as the kernel knows it. Returns `None` if that process is in
+/// Returns the id of the process that listens at the other end, as the kernel knows it. `None`: that process is in
 /// another PID namespace.
 fn listener(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred {

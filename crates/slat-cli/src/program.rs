@@ -12,7 +12,7 @@ use object::{Object, elf};
 
 use crate::arch::program::{MACHINE, NAME};
 
-/// The reason why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
+/// The reason why PROGRAM cannot run on slat: one line for the user, and the exit status that a shell would give.
 #[derive(Debug)]
 pub struct Refusal {
     /// The problem, and its solution if there is one.
@@ -37,10 +37,10 @@ impl Refusal {
     }
 }
 
-/// The longest chain of `#!` interpreters. Linux has a similar limit.
+/// The maximum length of a chain of `#!` interpreters. Linux has a similar limit.
 const MAX_INTERPRETERS: usize = 5;
 
-/// The number of bytes to read from the beginning of a program: enough for a `#!` line.
+/// The number of bytes to read from the beginning of a program, which is enough for a `#!` line.
 const SCRIPT_LINE: usize = 256;
 
 /// Returns the file that `program` names: `program` itself if it contains a `/`, else the first executable of that
@@ -95,10 +95,11 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// The way in which slat's library gets into a program's process.
+/// The means by which slat's library gets into a program's process.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// The dynamic linker loads slat's library by LD_PRELOAD. The program is linked with these libraries.
+    /// The dynamic linker loads slat's library, because LD_PRELOAD names it. The program is linked with the libraries
+    /// listed here.
     Preloaded(Vec<OsString>),
     /// slat's library loads the program itself, because the program is static, or uses another C library.
     Loads,
@@ -107,15 +108,16 @@ pub enum Reach {
 /// A program that slat can run.
 #[derive(Debug)]
 pub struct Program {
-    /// The way in which slat's library gets into the program's process.
+    /// The means by which slat's library gets into the program's process.
     pub reach: Reach,
-    /// The file that the kernel executes: the program, or the script's interpreter.
+    /// The file that the kernel executes: the program itself or, for a script, its interpreter.
     pub runs: PathBuf,
     /// For a script: the first arguments of the interpreter. The last of them is the script's path.
     pub before: Vec<OsString>,
 }
 
-/// Checks that slat's library can get into the process that executes `file`. For a script, checks its interpreter.
+/// Checks that slat's library can get into the process that executes `file`. If `file` is a script, checks its
+/// interpreter.
 pub fn check(file: &Path) -> Result<Program, Refusal> {
     let mut file = file.to_owned();
     let mut before = Vec::new();
@@ -176,7 +178,7 @@ fn check_elf(file: &Path) -> Result<Reach, Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
-    // The position of the last header is not known in advance, so this reads the whole file.
+    // The section headers may be anywhere in the file, so this reads the whole file.
     let data = fs::read(file).map_err(|e| unreadable(file, &e))?;
     if !data.starts_with(&elf::ELFMAG) {
         return refuse("is neither an ELF program nor a script with #!");
@@ -288,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_program_is_preloaded_or_loads_the_library() {
-        // The test program itself is linked like `slat`.
+        // This test program is linked as the command `slat` is.
         let reach = check(&std::env::current_exe().unwrap()).unwrap().reach;
         let libc = OsString::from("libc.so.6");
         match cfg!(target_env = "gnu") {

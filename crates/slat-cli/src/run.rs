@@ -1,4 +1,4 @@
-//! `slat run`: replaces this process by PROGRAM with slat's library preloaded, or by that library, which loads
+//! `slat run`: executes, in this process, PROGRAM with slat's library preloaded, or slat's library, which then loads
 //! PROGRAM.
 
 use std::env;
@@ -19,14 +19,14 @@ use crate::preload::{Order, sanitizer_settings};
 use crate::program::{Reach, Refusal};
 use crate::{launchers, preload, program};
 
-/// Returns the environment variables for slat's library, or for the built-in program.
+/// Returns the environment variables that slat's library or the built-in program reads.
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
-        // A variable whose option is not given is removed, so that a `slat run` inside another one does not inherit
-        // it.
+        // A variable without a value is removed, so that a `slat run` inside another one does not inherit the outer
+        // one's option.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
             "SLAT_GUEST_SYMBOLS",
@@ -53,21 +53,21 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     ]
 }
 
-/// Returns the path as an absolute one, which is right in any working directory.
+/// Returns the path as an absolute path, which does not depend on the working directory.
 fn from_anywhere(path: &Path) -> OsString {
     std::path::absolute(path).map_or_else(|_| path.into(), PathBuf::into_os_string)
 }
 
-/// Returns the variable that sets policies, and its value. The value is `None` if `set` is empty.
+/// Returns the environment variable that sets policies, and its value. The value is `None` if `set` is empty.
 pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     let words: Vec<_> = set.iter().map(Assignment::to_string).collect();
     let value = (!words.is_empty()).then(|| words.join(",").into());
     ("SLAT_SET", value)
 }
 
-/// Prepares the output file of `option`. Makes its path absolute, because PROGRAM may change its directory. Removes
-/// an old file at the path, because each process creates its own file; otherwise two processes could write to one
-/// file. Checks that a file can be created there.
+/// Prepares the output file of `option`. Makes its path absolute, because PROGRAM may change its directory. Removes an
+/// old file at the path, because a process writes only a file that it has created, so that no two processes write to
+/// the same file. Checks that a file can be created at the path.
 ///
 /// # Errors
 /// A sentence for the user.
@@ -89,7 +89,7 @@ fn prepare(option: &str, file: &mut Option<PathBuf>) -> Result<(), String> {
     prepared.map_err(|error| format!("{option} {}: {error}", file.display()))
 }
 
-/// Replaces this process by PROGRAM, so PROGRAM has this process's id, and the caller sees PROGRAM's exit status and
+/// Replaces this process by PROGRAM. So PROGRAM has this process's id, and the caller gets PROGRAM's exit status and
 /// signals. Returns only on failure.
 pub fn run(options: &mut Run) -> ExitCode {
     let symbols = options.guest_symbols.as_deref().map(Symbols::read);

@@ -1,5 +1,5 @@
-//! The parts of the command that depend on the architecture, which is the same for the host and its guests. All other
-//! modules are neutral.
+//! The parts of the command that depend on the architecture, which is the same for the host and its guests. No other
+//! module depends on it.
 //!
 //! | module | idea |
 //! |---|---|

@@ -9,7 +9,7 @@ use gdbstub::arch;
 use crate::arch::gdb as of_arch;
 use slat_kvm::debugger::{BLOCK, REGISTERS, Register};
 
-/// The type that stands for a processor of the guests' architecture, in any mode.
+/// The type that represents a guest's processor, in any mode, for `gdbstub`.
 pub enum Guest {}
 
 impl arch::Arch for Guest {
@@ -24,7 +24,7 @@ impl arch::Arch for Guest {
     }
 }
 
-/// The definition of the type of vector registers, which GDB does not define.
+/// The XML definition of the type of vector registers. GDB itself does not define this type.
 const VECTOR: &str = r#"<vector id="v4f" type="ieee_single" count="4"/><vector id="v2d" type="ieee_double" count="2"/>
 <vector id="v16i8" type="int8" count="16"/><vector id="v8i16" type="int16" count="8"/>
 <vector id="v4i32" type="int32" count="4"/><vector id="v2i64" type="int64" count="2"/>
@@ -52,7 +52,8 @@ fn description() -> String {
     {
         if *feature != open {
             let end = if open.is_empty() { "" } else { "</feature>\n" };
-            // The definitions come before the first register of a feature. The core registers are the first feature.
+            // A feature's type definitions must come before its first register. The core registers are the first
+            // feature.
             let types = match *kind {
                 "vec128" => VECTOR,
                 _ if open.is_empty() => of_arch::TYPES,
@@ -71,7 +72,7 @@ fn description() -> String {
     text + end + "</target>"
 }
 
-/// The number by which GDB names a register.
+/// The number by which GDB refers to a register.
 #[derive(Debug)]
 pub struct Number(pub usize);
 
@@ -136,7 +137,7 @@ impl arch::Registers for Registers {
 mod tests {
     use super::*;
 
-    /// The types that GDB itself defines ("Predefined Target Types" in its manual), as far as registers have them.
+    /// The register types that GDB itself defines ("Predefined Target Types" in its manual) and that are used here.
     const PREDEFINED: [&str; 9] = [
         "int8", "int16", "int", "int32", "int64", "uint128", "code_ptr", "data_ptr", "i387_ext",
     ];

@@ -18,7 +18,7 @@ pub enum Address {
     Tcp(String),
     /// A path. It contains a slash.
     Unix(PathBuf),
-    /// GDB has started this process: `target remote | slat gdb`.
+    /// Standard input and output, because GDB has started this process: `target remote | slat gdb`.
     Standard,
 }
 
@@ -36,7 +36,7 @@ impl FromStr for Address {
         if port.parse::<u16>().is_err() {
             return Err("give PORT, ADDRESS:PORT, a path with a slash, or -".to_owned());
         }
-        // If there is no host, the address is 127.0.0.1.
+        // Without a host, the address is 127.0.0.1.
         let host = if host.is_empty() { "127.0.0.1" } else { host };
         Ok(Address::Tcp(format!("{host}:{port}")))
     }
@@ -90,7 +90,7 @@ impl Listener {
         }
     }
 
-    /// Waits until GDB connects. Afterwards no other GDB can connect.
+    /// Waits until GDB connects. A second GDB cannot connect later.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -117,7 +117,7 @@ impl Listener {
     }
 }
 
-/// Makes the system send written data without delay (TCP_NODELAY).
+/// Turns off the delay of small packets (TCP_NODELAY). Returns the stream's descriptor.
 fn both(stream: TcpStream) -> io::Result<OwnedFd> {
     stream.set_nodelay(true)?;
     Ok(stream.into())
@@ -135,9 +135,9 @@ impl Drop for Listener {
 pub struct Connection {
     input: File,
     output: File,
-    /// Bytes that GDB has sent and that are not used yet, in reverse order.
+    /// The bytes that GDB has sent and that were not returned yet, in reverse order.
     read: Vec<u8>,
-    /// Bytes that the next flush sends to GDB.
+    /// The bytes that the next flush sends to GDB.
     unwritten: Vec<u8>,
 }
 
@@ -151,13 +151,13 @@ impl Connection {
         }
     }
 
-    /// Returns the descriptor on which to wait for the next byte. `None` if a byte is already there.
+    /// Returns the descriptor on which to wait for GDB's next byte. `None`: a byte was already received.
     pub fn descriptor(&self) -> Option<RawFd> {
         self.read.is_empty().then(|| self.input.as_raw_fd())
     }
 
-    /// Drops all received packets except the last one. If GDB gets no answer to its first packet within two seconds,
-    /// it repeats the packet. An answer to the repeated packet would then look like the answer to the next packet.
+    /// Drops all received packets except the last one. If GDB gets no reply to its first packet within two seconds, it
+    /// sends the packet again. A second reply would then look like the reply to GDB's next packet.
     ///
     /// # Errors
     /// An error says that the connection was closed.
@@ -222,8 +222,8 @@ impl conn::ConnectionExt for Connection {
     }
 }
 
-/// Waits until one of the descriptors can be read. Waits for at most `milliseconds`, or for ever if `milliseconds` is
-/// negative. Returns which descriptors can be read; a `None` counts as readable.
+/// Waits until one of the descriptors can be read. Waits for at most `milliseconds`, or forever if `milliseconds` is
+/// negative. Returns which descriptors can be read. A `None` in place of a descriptor counts as readable.
 pub fn wait<const N: usize>(
     descriptors: [Option<RawFd>; N],
     milliseconds: i32,

@@ -1,4 +1,4 @@
-//! Waits for GDB and for the VM at the same time, and handles the one that comes first.
+//! Waits for GDB and for the VM at the same time, and handles whichever reports first.
 
 use std::io;
 
@@ -25,7 +25,7 @@ impl BlockingEventLoop for Events {
         gdb: &mut Connection,
     ) -> Result<Event<Self::StopReason>, WaitForStopReasonError<String, io::Error>> {
         use WaitForStopReasonError::{Connection, Target};
-        // GDB waits for the acknowledgement of its last packet, which has resumed the VM.
+        // GDB waits for the acknowledgement of its last packet, the command to resume.
         gdb.flush().map_err(Connection)?;
         loop {
             let descriptors = [gdb.descriptor(), vm.process.descriptor()];
@@ -41,12 +41,12 @@ impl BlockingEventLoop for Events {
     }
 
     fn on_interrupt(vm: &mut Vm) -> Result<Option<Self::StopReason>, String> {
-        // The stop itself is reported later, by `wait_for_stop_reason`.
+        // This call only asks for the stop. `wait_for_stop_reason` reports the stop later.
         vm.process.stop().map(|()| None)
     }
 }
 
-/// Returns the stop reason in GDB's terms.
+/// Converts the reason of a stop to GDB's terms.
 fn reason(vm: &Vm, stopped: &Stopped) -> MultiThreadStopReason<u64> {
     let signal = |vcpu, signal| MultiThreadStopReason::SignalWithThread {
         tid: thread(vcpu),

@@ -2,14 +2,14 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `process` | the conversation with the process |
+//! | `process` | the conversation with the process that runs the VM |
 //! | `connection` | the connection to GDB |
 //! | `arch` | the description of the registers for GDB |
-//! | `target` | GDB's requests, by vCPUs |
+//! | `target` | GDB's requests, carried out on vCPUs |
 //! | `monitor` | GDB's command `monitor` |
 //! | `events` | waiting for GDB and for the VM |
 //!
-//! This process keeps no state of the VM. Whenever and however this process ends, the VM continues without
+//! The process of `slat gdb` keeps no state of the VM. Whenever and however it ends, the VM continues without
 //! breakpoints.
 
 mod arch;
@@ -47,12 +47,12 @@ pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
     }
 }
 
-/// Serves one session. Returns a message that says how the session ended.
+/// Serves one GDB session. Returns a message that says how the session ended.
 fn serve(pid: i32, vm: Option<u64>, listen: &Address) -> Result<&'static str, String> {
-    // Connect to the process before GDB connects, so that a wrong process id is reported at once.
+    // This connection is only a check, before GDB connects, so that a wrong process id is reported at once.
     drop(Process::connect(pid)?);
     let listener = Listener::open(listen)?;
-    // GDB can connect even if this text for the user cannot be printed.
+    // If this text for the user cannot be printed, GDB can still connect.
     let _ = writeln!(
         io::stderr(),
         "slat: in gdb, type: target remote {}",

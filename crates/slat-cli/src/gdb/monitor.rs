@@ -12,7 +12,7 @@ info            the VM and its vCPUs
 phys on|off     addresses of all of gdb's commands are guest-physical, or linear again
 xp ADDRESS [N]  show N bytes (64 if not given) of guest-physical memory";
 
-/// The most bytes that `xp` shows.
+/// The maximum number of bytes that `xp` shows.
 const MOST_SHOWN: usize = 64 << 10;
 
 /// Parses a number: decimal, or hexadecimal after `0x`.
@@ -39,7 +39,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Prints physical memory.
+    /// Prints guest-physical memory.
     fn show(&mut self, at: u64, len: usize, out: &mut ConsoleOutput<'_>) -> Result<(), String> {
         let mut bytes = vec![0; len];
         let read = self

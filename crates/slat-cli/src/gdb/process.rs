@@ -1,4 +1,4 @@
-//! The conversation with the process that runs the VM ([`slat_kvm::publish`]).
+//! The conversation with the process that runs the VM (see [`slat_kvm::publish`]).
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -10,33 +10,33 @@ use slat_kvm::publish::{DEBUG, MOST_BYTES, VERSION};
 
 use crate::processes::{self, why_not};
 
-/// The longest time to wait for an answer of the process.
+/// The maximum time to wait for a reply of the process.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The address space to which an address belongs.
+/// The address space of an address: guest-virtual or guest-physical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
     Linear,
     Physical,
 }
 
-/// The reason why all vCPUs are held.
+/// The reason why the process holds all vCPUs.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Stopped {
     /// `slat gdb` has asked for the stop.
     Asked,
-    /// A vCPU has reached an instruction with a probe (a breakpoint).
+    /// The vCPU with this id has reached an instruction with a probe (a breakpoint).
     Code(u32),
-    /// A vCPU has accessed memory that a probe of this kind watches.
+    /// The vCPU with this id has accessed memory that a probe of this kind watches, at this address.
     Data(u32, String, u64),
-    /// A vCPU has executed an instruction.
+    /// The vCPU with this id has executed one instruction.
     Step(u32),
-    /// The VM has no vCPUs left, or the process has ended.
+    /// The VM has no vCPUs any more, or the process has ended.
     Gone,
 }
 
 impl Stopped {
-    /// Parses the words after `stopped` in an answer.
+    /// Parses the words after `stopped` in a reply.
     fn parse(words: &[&str]) -> Option<Self> {
         Some(match words {
             [] => Stopped::Asked,
@@ -72,7 +72,7 @@ impl Process {
         Ok(Process { pid, stream })
     }
 
-    /// Begins to debug a VM of the process, which makes the process hold the VM's vCPUs. Returns the VM's number.
+    /// Begins to debug a VM of the process. The process then holds the VM's vCPUs. Returns the VM's number.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -93,8 +93,8 @@ impl Process {
         }
     }
 
-    /// Returns the descriptor on which to wait before calling [`stopped`](Self::stopped). Returns `None` if an answer
-    /// has already been read.
+    /// Returns the descriptor on which to wait before calling [`stopped`](Self::stopped). `None`: a reply was already
+    /// received.
     pub fn descriptor(&self) -> Option<RawFd> {
         match self.stream.buffer() {
             [] => Some(self.stream.get_ref().as_raw_fd()),
@@ -102,10 +102,10 @@ impl Process {
         }
     }
 
-    /// Waits until all vCPUs are held.
+    /// Waits until the process holds all vCPUs.
     ///
     /// # Errors
-    /// A sentence for the user: a vCPU does not stop, or the answer cannot be parsed.
+    /// A sentence for the user: a vCPU does not stop, or the reply cannot be parsed.
     pub fn stopped(&mut self) -> Result<Stopped, String> {
         let line = match self.line() {
             Ok(line) => line,
@@ -120,17 +120,18 @@ impl Process {
         .ok_or_else(|| self.nonsense(&line))
     }
 
-    /// Whether the process has closed its end.
+    /// Whether the process has closed its end of the connection.
     fn has_ended(&mut self) -> bool {
         matches!(self.stream.fill_buf(), Ok([]))
     }
 
-    /// Makes the process hold all vCPUs, if the VM runs.
+    /// Makes the process hold all vCPUs, if they run.
     pub fn stop(&mut self) -> Result<(), String> {
         self.say("stop")
     }
 
-    /// Resumes all vCPUs. `own` says how each vCPU in it continues, and `others` how all other vCPUs continue.
+    /// Resumes all vCPUs. `own` lists vCPUs with the way in which each of them continues (run or step). All other vCPUs
+    /// continue in the way `others`.
     pub fn resume(&mut self, others: &str, own: &[(u32, &str)]) -> Result<(), String> {
         let own: String = (own.iter())
             .map(|(vcpu, word)| format!(" {vcpu}:{word}"))
@@ -158,14 +159,13 @@ impl Process {
             .ok_or_else(|| self.nonsense(&line))
     }
 
-    /// Returns the values of all registers of a vCPU. Returns `None` if there is no such vCPU, or the client is using
-    /// it.
+    /// Returns the values of all registers of a vCPU. `None`: the vCPU does not exist, or the client is using it.
     pub fn registers(&mut self, vcpu: u32) -> Result<Option<[u8; BLOCK]>, String> {
         let value = self.value(&format!("get {vcpu}"))?;
         Ok(value.and_then(|bytes| bytes.try_into().ok()))
     }
 
-    /// Sets a register. Returns `false` if the register cannot be set.
+    /// Sets a register. Returns `false` if the process refuses.
     pub fn set_register(&mut self, vcpu: u32, number: usize, value: &[u8]) -> Result<bool, String> {
         self.done(&format!("set {vcpu} {number} {}", text(value)))
     }
@@ -242,7 +242,7 @@ impl Process {
         self.line()
     }
 
-    /// Sends a request whose answer is bytes. Returns these bytes.
+    /// Sends a request, and returns the bytes in the reply.
     fn value(&mut self, line: &str) -> Result<Option<Vec<u8>>, String> {
         let line = self.ask(line)?;
         Ok(line.strip_prefix("value ").and_then(bytes))
@@ -271,8 +271,8 @@ fn name(space: Space) -> &'static str {
     }
 }
 
-/// Returns the address and the length of the next part to transfer, after `done` of the `len` bytes at `at`. The part
-/// does not cross a page boundary.
+/// Returns the address and the length of the next part of a transfer, after `done` of `len` bytes from address `at`.
+/// The part does not cross a page boundary.
 fn part(at: u64, done: usize, len: usize) -> (u64, usize) {
     let at = at.wrapping_add(done as u64);
     let in_page = (0x1000 - at % 0x1000) as usize;

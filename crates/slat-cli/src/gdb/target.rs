@@ -26,7 +26,7 @@ const EFAULT: u8 = 14;
 /// The errno for a value that cannot be set.
 const EINVAL: u8 = 22;
 
-/// Returns the thread that GDB sees for a vCPU. GDB has no thread 0, so the thread's id is the vCPU's plus one.
+/// Returns the thread that GDB sees for a vCPU. GDB has no thread 0, so the thread's id is the vCPU's id plus one.
 pub fn thread(vcpu: u32) -> Tid {
     Tid::new(vcpu as usize + 1).expect("more than 0")
 }
@@ -35,26 +35,27 @@ pub fn vcpu(thread: Tid) -> u32 {
     (thread.get() - 1) as u32
 }
 
-/// A VM. Its vCPUs are held whenever GDB has them stopped.
+/// A VM that is being debugged. Whenever GDB has stopped its threads, the process holds the VM's vCPUs.
 pub struct Vm {
     pub pid: i32,
     pub number: u64,
     pub process: Process,
     /// The id of the first vCPU.
     pub first: u32,
-    /// Whether GDB's addresses are guest-physical.
+    /// Whether GDB's addresses are guest-physical; otherwise they are guest-virtual.
     pub physical: bool,
-    /// The kind, address and bytes of each probe (breakpoint or watchpoint). GDB may set the same probe twice.
+    /// The kind, address and number of bytes of each probe (breakpoint or watchpoint). If GDB sets the same probe
+    /// twice, it is listed twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
-    /// The way in which vCPUs continue that GDB's command to resume does not name. The map `own` contains the vCPUs
-    /// that the command names.
+    /// The way in which those vCPUs continue that GDB's command to resume does not name. The vCPUs that it names are in
+    /// the map `own`.
     others: &'static str,
     own: Vec<(u32, &'static str)>,
 }
 
 impl Vm {
-    /// Begins to debug a VM of process `pid`, and waits until its vCPUs are held.
+    /// Begins to debug a VM of process `pid`, and waits until the process holds the VM's vCPUs.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -111,7 +112,7 @@ impl Vm {
     }
 }
 
-/// Returns the found value. If there is none, returns an error that GDB shows.
+/// Returns the value in `found`. For `None`, returns an error with the number `errno`, which GDB shows.
 fn present<T>(found: Option<T>, errno: u8) -> TargetResult<T, Vm> {
     found.ok_or(TargetError::Errno(errno))
 }
@@ -227,7 +228,7 @@ impl ThreadExtraInfo for Vm {
 impl MultiThreadResume for Vm {
     fn resume(&mut self) -> Result<(), String> {
         if std::mem::take(&mut self.probes_changed) {
-            // Breakpoints at the same address share one probe.
+            // A probe that GDB has set twice is passed to the process once.
             let mut probes = self.probes.clone();
             probes.sort_unstable();
             probes.dedup();
@@ -242,7 +243,7 @@ impl MultiThreadResume for Vm {
         Ok(())
     }
 
-    /// Ignores the signal, because a guest has no signals.
+    /// Lets a thread continue. The signal is ignored, because a guest has no signals.
     fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), String> {
         self.own.push((vcpu(tid), "on"));
         Ok(())
@@ -295,7 +296,7 @@ impl SwBreakpoint for Vm {
     }
 }
 
-/// Hardware and software breakpoints are the same here, because no breakpoint changes guest memory.
+/// Hardware breakpoints. They are the same as software breakpoints, because no breakpoint changes guest memory.
 impl HwBreakpoint for Vm {
     fn add_hw_breakpoint(&mut self, at: u64, kind: usize) -> TargetResult<bool, Self> {
         self.add_sw_breakpoint(at, kind)

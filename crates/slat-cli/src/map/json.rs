@@ -1,4 +1,5 @@
-//! Formats one refresh of `slat map` as JSON: memslots, cells as numbers of 4 KiB pages, and the sums of cells.
+//! Formats one refresh of `slat map` as JSON: memslots, cells (with the number of 4 KiB pages of each kind), and the
+//! sums of cells.
 
 use serde_json::{Map, Value, json};
 use slat_kvm::memory_map::Cell;
@@ -7,7 +8,7 @@ use super::Process;
 use super::picture::flags;
 use super::text::{Part, Vm, total};
 
-/// Returns the maps of a process, as of one refresh, as a JSON text.
+/// Returns the mappings of a process's VMs at one refresh, as JSON text.
 pub fn of(process: &Process, vms: &[Vm]) -> String {
     let vms: Vec<_> = vms.iter().map(vm).collect();
     let value = json!({ "pid": process.pid, "command": process.command, "vms": vms });
@@ -47,7 +48,7 @@ fn part(part: &Part) -> Value {
     members
 }
 
-/// Returns the kinds of pages in a cell, with their numbers; leaves out those that are 0.
+/// Returns the number of pages of each kind in a cell. Leaves out kinds without a page.
 fn pages(cell: &Cell) -> Value {
     let all = Cell::NAMES.into_iter().zip(cell.values());
     let some = all.filter(|(_, pages)| *pages != 0);

@@ -2,9 +2,9 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `text` | parses a process's answer |
+//! | `text` | parses a process's reply |
 //! | `picture` | memory as lines of text |
-//! | `screen` | the picture, live |
+//! | `screen` | the live picture |
 //! | `json` | the cells as JSON |
 
 mod json;
@@ -27,7 +27,7 @@ use text::Vm;
 /// A process and how its VMs' memory is mapped.
 type Process = processes::Process<Vec<Vm>>;
 
-/// Asks the process how its memory is mapped. Returns `None` if there is no such process, or it has no VM.
+/// Asks the process for the mappings of its VMs' memory. `None`: there is no such process, or it has no VM.
 fn ask(options: &Map) -> Option<Process> {
     let question = text::question(options.cells, options.vm);
     processes::ask(&question, Some(options.pid)).pop()

@@ -1,5 +1,5 @@
-//! Draws memory as lines of text. Each memslot has a strip for each kind of page in it, and each strip has a
-//! character for each cell.
+//! Draws memory as lines of text. Each memslot has one strip for each kind of page that it contains. A strip has one
+//! character for each cell, which is a run of pages.
 
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use slat_kvm::memory_map::Cell;
 use super::Process;
 use super::text::{Part, Slot, Vm, total};
 
-/// A legend of the characters.
+/// The legend of the characters.
 pub const LEGEND: &str = ". no page of the cell   + some   # all";
 
 /// Returns the picture of one refresh.
@@ -94,7 +94,7 @@ pub fn flags(slot: &Slot) -> Vec<&'static str> {
     set.map(|(_, word)| word).collect()
 }
 
-/// Draws a strip for each kind of page in the part.
+/// Draws one strip for each kind of page that the part contains.
 fn strips(part: &Part) -> Vec<String> {
     let pages = part.size.div_ceil(slat::PAGE_SIZE);
     let totals = Cell::NAMES
@@ -122,7 +122,7 @@ fn strips(part: &Part) -> Vec<String> {
     lines
 }
 
-/// Formats a number of bytes, in the largest unit that divides it.
+/// Formats a number of bytes in the largest unit that gives a whole number.
 fn bytes(bytes: u64) -> String {
     let units = ["TiB", "GiB", "MiB", "KiB"]
         .into_iter()

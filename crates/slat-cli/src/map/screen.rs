@@ -1,4 +1,4 @@
-//! The live picture of memory, which can be scrolled.
+//! The live picture of memory, which the user can scroll.
 
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
@@ -18,9 +18,9 @@ pub struct Screen<'a> {
     options: &'a Map,
     head: String,
     lines: Vec<String>,
-    /// The number of the first line that is shown.
+    /// The index of the first line that is shown.
     top: usize,
-    /// The number of lines that the screen had for the picture when it was last drawn.
+    /// The number of lines that the screen had for the picture at the last drawing.
     height: usize,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Screen<'a> {
 
     fn take(&mut self, process: Option<Process>) {
         self.lines = match process.map(|process| process.answer) {
-            // Each VM begins with an empty line; `skip` drops the one at the top.
+            // The lines of each VM begin with an empty line; `skip` drops the first of these.
             Some(Ok(vms)) => vms.iter().flat_map(lines).skip(1).collect(),
             Some(Err(why)) => vec![format!("process {} {why}", self.options.pid)],
             None => vec![why_not(self.options.pid)],

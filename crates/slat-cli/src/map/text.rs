@@ -1,4 +1,4 @@
-//! Parses a process's answer to `slat map`. `publish/map.rs` of `slat_kvm` defines its form.
+//! Parses a process's reply to `slat map`. `publish/map.rs` of `slat_kvm` defines the reply's form.
 
 use slat::SlotFlags;
 use slat_kvm::memory_map::Cell;
@@ -15,8 +15,8 @@ pub struct Vm {
     pub format: String,
     /// The MMU that makes the VM's tables.
     pub mmu: String,
-    /// The VM's memslots, and the parts without a memslot that have page-table entries, ordered by address space and
-    /// address.
+    /// The VM's memslots, and the gaps between memslots that have page-table entries. The order is by address space,
+    /// then by address.
     pub parts: Vec<Part>,
 }
 
@@ -33,7 +33,7 @@ pub struct Part {
     pub slot: Option<Slot>,
     /// The number of 4 KiB pages of each cell.
     pub cell_pages: u64,
-    /// The mappings of each cell.
+    /// The cells of the part, each with its number of pages of each kind.
     pub cells: Vec<Cell>,
 }
 
@@ -68,7 +68,7 @@ pub fn total(parts: &[Part]) -> Cell {
     Cell::from_values(sums)
 }
 
-/// Returns the question that asks for the maps of all VMs, or only of VM number `vm`.
+/// Returns the question for the mappings of VM number `vm`, or of all VMs.
 pub fn question(cells: u64, vm: Option<u64>) -> Question<Vec<Vm>> {
     let vm = vm.map(|vm| format!(" {vm}")).unwrap_or_default();
     Question {
@@ -77,7 +77,7 @@ pub fn question(cells: u64, vm: Option<u64>) -> Question<Vec<Vm>> {
     }
 }
 
-/// Parses the lines of an answer. Returns `None` if a line does not have the expected form.
+/// Parses the lines of a reply. `None`: a line does not have the expected form.
 fn read(lines: &[&str]) -> Option<Vec<Vm>> {
     let mut vms: Vec<Vm> = Vec::new();
     for line in lines {
@@ -127,7 +127,7 @@ fn read(lines: &[&str]) -> Option<Vec<Vm>> {
     Some(vms)
 }
 
-/// Makes a part that has no cells yet. `numbers` are its address space, its address and its size.
+/// Makes a part without cells. `numbers` has its address space, its address and its size.
 fn part(numbers: [&str; 3], slot: Option<Slot>) -> Option<Part> {
     let [space, gpa, size] = numbers.map(|number| number.parse().ok());
     Some(Part {
@@ -144,7 +144,7 @@ fn part(numbers: [&str; 3], slot: Option<Slot>) -> Option<Part> {
 pub mod tests {
     use super::*;
 
-    /// An answer with two VMs. The first one has a memslot and a device.
+    /// A reply with two VMs. The first VM has a memslot, and MMIO entries of a device.
     pub const TEXT: &str = "slat 1\nnames cell 4k 2m 1g mmio nx protected dirty accessed private\nvm 0 ept tdp\n\
         slot 0 3 4096 16384 139637976731648 1 -\ncells 2\ncell 1 2 0 0 0 0 1 1 2 0\nhole 0 4276092928 4096\ncells 1\n\
         cell 0 0 0 0 1 0 0 0 0 0\nvm 2 npt direct\nslot 1 0 0 4096 4096 2 8192\ncells 1\nend\n";

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Mode of the directory: only its owner writes to it.
 const MODE: u32 = 0o755;
 
-/// The mode bits that let the group, or all users, write.
+/// The mode bit that lets the file's group write.
 const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
@@ -21,7 +21,7 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
         return Err(io::Error::other("has no parent directory"));
     };
     if !parent.exists() {
-        // A new user may not have a directory ~/.cache yet.
+        // A new user may not have a directory ~/.cache yet, so missing parents are created, too.
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -36,7 +36,7 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    // Do not follow a symbolic link, because in /tmp any user could have made it.
+    // A symbolic link is not followed, because in /tmp any user could have made it.
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -45,33 +45,35 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
     if meta.uid() != user() {
         return Err(io::Error::other("belongs to another user"));
     }
-    // If other users can write to the directory, one of them may already have a file in it open for writing.
+    // If other users can write to the directory, one of them may already have a file in it open for writing. So the
+    // directory is refused.
     if meta.mode() & (GROUP_WRITES | OTHERS_WRITE) != 0 {
         return Err(io::Error::other("other users may write to it"));
     }
-    // The umask may have removed rights that other users need, and older versions of slat made the directory private.
+    // The umask may have removed rights that other users need, and old versions of slat made the directory private. So
+    // the mode is set again.
     if meta.mode() & MODE != MODE {
         opened.set_permissions(Permissions::from_mode(MODE))?;
     }
     Ok(directory)
 }
 
-/// Whether every user can reach `file` through the directories of its path. The file's own mode is not checked. The
-/// path must have no symbolic links.
+/// Whether the directories of `file`'s path let every user reach the file. The file's own mode is not checked. The path
+/// must not contain symbolic links.
 pub fn is_open_to_all(file: &Path) -> bool {
     file.ancestors()
         .skip(1)
         .all(|ancestor| fs::metadata(ancestor).is_ok_and(|meta| meta.mode() & 0o001 != 0))
 }
 
-/// Checks that no other user can rename or delete this user's entries of `directory`.
+/// Checks that no other user can rename or delete an entry of `directory` that belongs to this user.
 fn keeps_entries(directory: &Path) -> io::Result<()> {
     let meta = fs::metadata(directory)?;
     let refuse = |why| {
         let directory = directory.display();
         Err(io::Error::other(format!("{why} {directory}, above it")))
     };
-    // The directory's owner may rename and delete entries, whatever the mode says.
+    // Whatever the directory's mode says, its owner can rename and delete entries.
     if !is_trusted(&meta) {
         return refuse("another user owns");
     }
@@ -84,8 +86,9 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a file belongs to this user, or to root, who can do everything anyway. In a user namespace, the host's
-/// root may have no number. There, an owner without a number is trusted, because otherwise no system file would be.
+/// Whether a file belongs to this user or to root, who can do everything anyway. In a user namespace, the host's root
+/// may have no user number. Then an owner without a number is trusted, because otherwise all system files would be
+/// untrusted.
 fn is_trusted(meta: &Metadata) -> bool {
     let number = |file| fs::read_to_string(file).ok()?.trim().parse().ok();
     let all_mapped = || {
@@ -98,7 +101,7 @@ fn is_trusted(meta: &Metadata) -> bool {
         || (number("/proc/sys/kernel/overflowuid") == Some(owner) && !all_mapped())
 }
 
-/// Returns the user who will own files that this process creates.
+/// Returns the user number that files of this process get as owner.
 pub fn user() -> u32 {
     // SAFETY: the call only returns a number.
     unsafe { libc::geteuid() }
@@ -167,7 +170,7 @@ mod tests {
             fs::set_permissions(&ancestor, Permissions::from_mode(0o1777)).unwrap();
             create(&directory).unwrap();
             fs::set_permissions(&ancestor, before).unwrap();
-            // Only root can give a directory to another user.
+            // Only root can give a directory to another user, so only root runs this part.
             if chown(&ancestor, Some(1), None).is_ok() {
                 let error = create(&directory).unwrap_err().to_string();
                 assert!(error.contains("another user owns"), "{error}");

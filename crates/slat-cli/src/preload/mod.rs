@@ -1,9 +1,9 @@
-//! Writes out the preload library, which is embedded in this binary, before a program starts.
+//! Writes the preload library, which is embedded in this binary, to a file before a program starts.
 //!
 //! The library must be a real file, because a program may close every descriptor that it inherited, and its children
 //! load the library again by the same path. No other user may be able to replace the file, so it is in a directory to
-//! which only this user can write. If root starts a program, the program may become another user (`setpriv`, `su`, a
-//! VMM that drops its rights). The programs of that user must be able to read the file.
+//! which only this user can write. If root starts a program, the program may change to another user (`setpriv`, `su`, a
+//! VMM that drops its rights). Then that user must be able to read the file.
 
 mod directory;
 mod order;
@@ -25,22 +25,23 @@ use crate::output::complain;
 pub use order::{Order, sanitizer_settings};
 pub use processors::write_out as write_out_processors;
 
-/// The library, which cargo has built together with this binary. (Empty under `cargo check`; see build.rs.)
+/// The library. cargo has built it together with this binary. (Under `cargo check`, it is empty; see build.rs.)
 static LIBRARY: &[u8] = include_bytes!(concat!(
     env!("OUT_DIR"),
     "/../../../deps/libslat_preload.so"
 ));
 
-/// The mode of the library's file. The dynamic linker reads the file, and the kernel executes it as a program.
+/// The mode of the library's file: all users can read it and execute it, because the kernel also executes it as a
+/// program.
 const MODE: u32 = 0o755;
 
 const PREFIX: &str = "libslat_preload-";
 
-/// The time after which an unused library of an older slat is removed.
+/// The age at which an unused library of an older slat is removed.
 const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Writes the library to a file, unless the file exists, and returns the path. Warns root if programs that become
-/// another user could not read the file.
+/// Writes the library to a file, unless the file already exists. Returns the file's path. Warns root if a program that
+/// changes to another user could not read the file.
 pub fn write_out() -> Result<PathBuf, String> {
     let is_root = directory::user() == 0;
     let (path, note) = write_to_first(&candidates(is_root), is_root)?;
@@ -50,9 +51,9 @@ pub fn write_out() -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Writes the library to the first suitable one of `directories`, and returns the path. In a suitable directory no
-/// other user can replace the file; with `for_all`, all users can also read it. If `for_all` is set but only
-/// unreadable directories are left, uses one of them and also returns a warning.
+/// Writes the library to the first suitable directory in `directories`. Returns the file's path. In a suitable
+/// directory, no other user can replace the file; if `for_all`, all users can also read it. If `for_all` and no such
+/// directory is left, uses a directory that only this user can read, and also returns a warning.
 fn write_to_first(
     directories: &[PathBuf],
     for_all: bool,
@@ -83,15 +84,15 @@ fn write_to_first(
     Ok((path, Some(note)))
 }
 
-/// Returns the directories to try, the most lasting one first. For root, its own cache is the last one, because other
-/// users cannot read it.
+/// Returns the directories to try. Those whose files last longest come first. For root, its own cache directory comes
+/// last, because other users cannot read it.
 fn candidates(is_root: bool) -> Vec<PathBuf> {
     let from = |name| {
         env::var_os(name)
             .map(PathBuf::from)
             .filter(|p| p.is_absolute())
     };
-    // The system's temporary directories are shared by all users, so the name contains the user's number.
+    // All users share the system's temporary directories, so the name contains the user's number.
     let own = format!("slat-{}", directory::user());
     let system = is_root.then(|| PathBuf::from("/var/cache/slat"));
     let home = from("HOME").map(|home| home.join(".cache/slat"));
@@ -113,7 +114,8 @@ fn candidates(is_root: bool) -> Vec<PathBuf> {
 
 fn write_to(directory: &Path) -> io::Result<PathBuf> {
     let directory = &directory::create(directory)?;
-    // In LD_PRELOAD, colons and spaces separate the libraries, and there is no way to escape them.
+    // In LD_PRELOAD, colons and spaces separate libraries and cannot be escaped. So a path that contains them cannot be
+    // used.
     if directory
         .as_os_str()
         .as_bytes()
@@ -135,14 +137,15 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
         file.set_permissions(Permissions::from_mode(MODE))?;
     }
     allows_execution(&file)?;
-    // The file's time only protects the library from being removed as unused. So a failure to set it is ignored.
+    // The file's time only tells that the library is in use, so that it is not removed. So a failure to set the time is
+    // ignored.
     let _ = file.set_modified(SystemTime::now());
     remove_unused(directory, PREFIX, OsStr::new(&name));
     Ok(path)
 }
 
-/// Returns a hash of the library for its file name, so that two versions of slat do not replace each other's file.
-/// The directory protects the file from other users; the hash does not.
+/// Returns a hash of the library for its file name, so that two versions of slat do not replace each other's file. (The
+/// hash need not be secure, because the directory protects the file from other users.)
 fn content_hash() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(LIBRARY);
@@ -162,7 +165,7 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
     Ok(content == LIBRARY)
 }
 
-/// Writes a file under a temporary name and then renames it, so that no process ever sees an incomplete file. The
+/// Writes a file under a temporary name, and then renames it, so that no process ever sees an incomplete file. The
 /// temporary name contains this process's id.
 fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
@@ -185,11 +188,11 @@ fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result
     written
 }
 
-/// Checks that the file system is not mounted noexec. From such a file system, the dynamic linker could not map the
+/// Checks that the file system is not mounted noexec. On a noexec file system, the dynamic linker cannot map the
 /// library as executable.
 fn allows_execution(file: &File) -> io::Result<()> {
     const LENGTH: usize = 4096;
-    // SAFETY: a new private mapping at an address of the kernel's choice, of a file that is open.
+    // SAFETY: the call makes a new private mapping of an open file, at an address that the kernel chooses.
     let mapped = unsafe {
         libc::mmap(
             ptr::null_mut(),
@@ -203,7 +206,7 @@ fn allows_execution(file: &File) -> io::Result<()> {
     if mapped == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping was made above, and no pointer to it is left.
+    // SAFETY: the mapping was made above, and no pointer to it exists any more.
     unsafe { libc::munmap(mapped, LENGTH) };
     Ok(())
 }
@@ -245,8 +248,8 @@ pub mod tests {
     fn a_limit_of_file_sizes_is_named() {
         let scratch = scratch("limited");
         let directory = scratch.join("slat");
-        // SAFETY: in the child, only functions that take no lock are called, and the allocator, which the C library
-        // keeps usable after a fork. The child ends by `_exit`.
+        // SAFETY: the child calls only functions that take no lock, and the allocator, which the C library keeps usable
+        // after a fork. The child ends by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let limit = libc::rlimit {
@@ -259,7 +262,7 @@ pub mod tests {
             let named = refused.is_err_and(|why| {
                 why.contains("RLIMIT_FSIZE (ulimit -f)") && why.contains("once without the limit")
             });
-            // SAFETY: the call ends the child only.
+            // SAFETY: the call ends only the child.
             unsafe { libc::_exit(i32::from(!named)) };
         }
         let mut status = 0;

@@ -1,8 +1,8 @@
 //! The order of the libraries in LD_PRELOAD: first runtimes of sanitizers, then slat's library, then all others.
 //!
 //! A sanitizer's runtime replaces functions of the C library. It passes calls on to the next library that has the
-//! function, so slat's library must be the next one. After slat's library, the runtime would refuse to start, or miss
-//! calls.
+//! function, so slat's library must come right after the runtime. A runtime after slat's library would refuse to start,
+//! or miss calls.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -10,7 +10,7 @@ use std::path::Path;
 
 use super::PREFIX;
 
-/// The beginnings of the file names of sanitizers' runtimes: first GCC's, then clang's.
+/// The beginnings of the file names of sanitizers' runtimes: GCC's runtimes, then clang's.
 const RUNTIMES: &[&str] = &[
     "libasan.so",
     "libhwasan.so",
@@ -40,14 +40,14 @@ fn file_name(path: &[u8]) -> &[u8] {
 pub struct Order {
     /// The value for PROGRAM.
     pub program: OsString,
-    /// The value for the programs that PROGRAM starts. It omits the runtimes that only PROGRAM needs.
+    /// The value for the programs that PROGRAM starts. It lacks the runtimes that only PROGRAM needs.
     pub children: OsString,
 }
 
 impl Order {
-    /// Adds `library` to `present`, the user's LD_PRELOAD, and keeps its other entries. If `present` already has a
-    /// slat library, because this `slat run` runs inside another one, `library` replaces it. `needed` are the
-    /// libraries that PROGRAM is linked with.
+    /// Adds `library` to `present`, the user's LD_PRELOAD, and keeps the entries of `present`. But a slat library in
+    /// `present`, from a `slat run` around this one, is replaced by `library`. `needed` are the libraries that PROGRAM
+    /// is linked with.
     pub fn new(library: &Path, present: Option<&OsStr>, needed: &[OsString]) -> Self {
         let entries: Vec<_> = present
             .unwrap_or_default()
@@ -69,15 +69,16 @@ impl Order {
     }
 }
 
-/// With these settings, sanitizers accept two things: a program that is linked with a runtime which LD_PRELOAD does
-/// not name, such as a child of PROGRAM; and threads that slat starts after a fork.
+/// Settings that make sanitizers accept two things. One is a program that is linked with a runtime which LD_PRELOAD
+/// does not name, such as a child of PROGRAM. The other is threads that slat starts after a fork.
 const SETTINGS: [(&str, &str); 2] = [
     ("ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("TSAN_OPTIONS", "die_after_fork=0"),
 ];
 
-/// Returns the environment variables of the sanitizers, with slat's settings and then the user's. If settings
-/// contradict each other, the last one counts, so the user's does. `variable` returns the user's value of a variable.
+/// Returns the environment variables of the sanitizers. Each value consists of slat's settings and then the user's. If
+/// two settings contradict each other, the last one counts, so the user's setting wins. `variable` returns the user's
+/// value of a variable.
 pub fn sanitizer_settings(
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> impl Iterator<Item = (&'static str, OsString)> {

@@ -1,7 +1,8 @@
-//! A replacement for `/proc/cpuinfo` on machines whose processors have no virtualization. In the replacement they
-//! have it, like slat's CPU. Tools read that file to find out whether a machine has KVM (kvm-ok, libvirt).
+//! A replacement for `/proc/cpuinfo` on machines whose processors have no virtualization. According to the replacement,
+//! they have virtualization, as slat's CPU has. Tools (kvm-ok, libvirt) read `/proc/cpuinfo` to find out whether a
+//! machine has KVM.
 //!
-//! The replacement is a real file, so that a program that reads it makes the same system calls as without slat.
+//! The replacement is a real file, so a program that reads it makes the same system calls as without slat.
 
 use super::{place, remove_unused};
 use crate::arch::processors::with_virtualization;
@@ -12,16 +13,17 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "cpuinfo-";
 
-/// Writes the replacement beside `library`, once for each boot, and returns its path. Returns `None` if the machine's
-/// own file needs no replacement, or if the replacement cannot be written. Then programs read the machine's own file.
+/// Writes the replacement to the directory of `library`, once for each boot, and returns its path. Returns `None` if
+/// the machine's own file needs no replacement, or if the replacement cannot be written. Then programs read the
+/// machine's own file.
 pub fn write_out(library: &Path) -> Option<PathBuf> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let directory = library.parent()?;
     let name = format!("{PREFIX}{}", boot.trim());
     let path = directory.join(&name);
     if !path.exists() {
-        // slat replaces only the usual spelling of this path. So this reads the kernel's own file, even if this
-        // `slat run` itself runs on slat.
+        // slat replaces only the usual spelling of this path. With this unusual spelling, slat reads the kernel's own
+        // file even if this `slat run` itself runs on slat.
         let text = with_virtualization(BufReader::new(File::open("/proc/./cpuinfo").ok()?))?;
         place(directory, &path, text.as_bytes(), 0o644).ok()?;
         remove_unused(directory, PREFIX, OsStr::new(&name));

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::Process;
 use super::text::{Answer, Counters, Vcpu, Vm};
 
-/// Returns the refresh as text: an object with the member `processes`.
+/// Returns one refresh as JSON text: an object with the member `processes`.
 pub fn of(processes: &[Process]) -> String {
     let processes: Vec<_> = processes.iter().map(process).collect();
     format!("{:#}\n", json!({ "processes": processes }))

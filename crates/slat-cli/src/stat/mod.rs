@@ -2,8 +2,8 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `text` | parses the processes' answers |
-//! | `subject` | the VMs and vCPUs that the tables list, and rates |
+//! | `text` | parses the processes' replies |
+//! | `subject` | the VMs and vCPUs that the tables list, and the rates of their counters |
 //! | `json` | one refresh as JSON |
 //! | `screen` | the live table |
 
@@ -27,7 +27,7 @@ use subject::{Earlier, HEADS, Subject, cells, shown, subjects, times};
 /// A process and its counters.
 type Process = processes::Process<text::Answer>;
 
-/// Asks all processes of the user, or only `wanted`.
+/// Asks all processes of the user, or only the process `wanted`.
 fn ask(wanted: Option<i32>) -> Vec<Process> {
     processes::ask(&text::question(), wanted)
 }
@@ -77,7 +77,7 @@ fn once(processes: &[Process], options: &Stat) -> String {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
             let _ = match column {
-                // These two columns are words, and are aligned left; numbers are aligned right.
+                // Columns 1 and 3 contain words, which are aligned left; numbers are aligned right.
                 1 | 3 => write!(line, "{cell:<width$}  "),
                 _ => write!(line, "{cell:>width$}  "),
             };

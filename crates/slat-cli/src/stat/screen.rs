@@ -1,4 +1,4 @@
-//! The live table: VMs or vCPUs above; all counters of the selected VM or vCPU below.
+//! The live table. The upper part lists VMs or vCPUs; the lower part lists all counters of the selected VM or vCPU.
 
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
@@ -18,7 +18,7 @@ const KEYS: &str = "up/down select   v by VM or vCPU   a all counters or those t
 pub struct Screen<'a> {
     options: &'a Stat,
     by_vcpu: bool,
-    /// Whether counters whose value is 0 are shown.
+    /// Whether counters with the value 0 are shown, too.
     all: bool,
     processes: Vec<Process>,
     subjects: Vec<Subject>,
@@ -42,15 +42,15 @@ impl<'a> Screen<'a> {
         screen
     }
 
-    /// Replaces the data by `processes`. The old data is kept to compute rates.
+    /// Replaces the data by `processes`. Keeps the old data, to compute rates.
     fn take(&mut self, processes: Vec<Process>) {
         self.earlier.remember(&self.subjects);
         self.processes = processes;
         self.list();
     }
 
-    /// Makes the list of VMs or vCPUs of the last refresh. Keeps the selection if the selected one is still in the
-    /// list; otherwise selects the first one.
+    /// Makes the list of VMs or vCPUs of the last refresh. Keeps the selected VM or vCPU if it is still in the list;
+    /// otherwise selects the first one.
     fn list(&mut self) {
         self.subjects = subjects(&self.processes, self.by_vcpu);
         let keys = || self.subjects.iter().map(|subject| subject.key);
@@ -92,7 +92,7 @@ impl<'a> Screen<'a> {
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED))
     }
 
-    /// Makes a table of counters, in enough columns to fit into `height`, but at most three.
+    /// Makes a table of counters, with as many columns as fit the table into `height` lines, but at most three.
     fn counter_table<'s>(&self, subject: &'s Subject, height: u16) -> Table<'s> {
         let mut rows: Vec<Vec<String>> = Vec::new();
         let height = usize::from(height).max(1);

@@ -1,4 +1,5 @@
-//! A subject: the VM or vCPU that a line of the table is about; and the change of its counters between refreshes.
+//! A subject is a VM or vCPU that a line of the table describes. This module also computes how a subject's counters
+//! change between refreshes.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -6,7 +7,8 @@ use std::time::Instant;
 use super::Process;
 use super::text::{Answer, Counters, Times, Vcpu, Vm};
 
-/// The process id, the number of the VM, and the id of the vCPU; `None` for the whole VM.
+/// The identity of a subject: the process id, the number of the VM, and the id of the vCPU. For a whole VM, the last is
+/// `None`.
 pub type Key = (i32, u64, Option<u32>);
 
 /// The state of a VM or a vCPU at one refresh.
@@ -18,13 +20,13 @@ pub struct Subject {
     pub command: String,
     /// For a VM, the number of its vCPUs; for a vCPU, its state.
     pub vcpus: String,
-    /// The counters of the memory system.
+    /// The counters of the memory system (page faults, leaves, flushes).
     pub memory: Counters,
     /// The counters of the software CPU.
     pub cpu: Counters,
     /// The counters of exits.
     pub exits: Counters,
-    /// The times of exits by reason, including waits in halts.
+    /// The times of exits by reason. Waits in halts are included.
     pub times: BTreeMap<String, Times>,
     at: Instant,
 }
@@ -100,7 +102,7 @@ pub fn subjects(processes: &[Process], by_vcpu: bool) -> Vec<Subject> {
     subjects
 }
 
-/// The subjects as of the previous refresh.
+/// The subjects at the previous refresh.
 #[derive(Default)]
 pub struct Earlier(BTreeMap<Key, Subject>);
 
@@ -113,17 +115,18 @@ impl Earlier {
         self.0 = new.collect();
     }
 
-    /// Returns the change per second of a counter since the previous refresh. Returns `None` if there was none.
+    /// Returns the change per second of a counter since the previous refresh. `None`: the subject was not in the
+    /// previous refresh.
     pub fn rate(&self, now: &Subject, of: impl Fn(&Subject) -> u64) -> Option<f64> {
         let before = self.0.get(&now.key)?;
         let seconds = now.at.duration_since(before.at).as_secs_f64();
-        // The difference is signed, because a gauge may have become smaller.
+        // The difference is signed, because the value may have become smaller (a gauge).
         let change = of(now).wrapping_sub(of(before)) as i64;
         (seconds > 0.0).then(|| change as f64 / seconds)
     }
 
     /// Returns the speed since the previous refresh: millions of instructions per second, and the percentage of
-    /// instructions in compiled code.
+    /// instructions that ran in compiled code.
     fn speed(&self, now: &Subject) -> (Option<f64>, Option<f64>) {
         let all = self.rate(now, |it| it.cpu["instructions"]);
         let compiled = self.rate(now, |it| it.cpu["instructions_compiled"]);
@@ -133,7 +136,7 @@ impl Earlier {
     }
 }
 
-/// The column heads of [`cells`].
+/// The column headings of [`cells`].
 pub const HEADS: [&str; 12] = [
     "PID", "COMMAND", "VM", "VCPUS", "MIPS", "COMPILED", "EXITS/s", "FAULTS/s", "DIRTY/s", "4K",
     "2M", "1G",
@@ -148,7 +151,7 @@ pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     let (mips, compiled) = earlier.speed(now);
     let leaves = |name: &str| match vcpu {
         None => now.memory[name].to_string(),
-        // A gauge is not shown for a vCPU, because another vCPU may zap leaves that this vCPU has mapped.
+        // The number of leaves is not shown for a vCPU, because other vCPUs may zap leaves that this vCPU has mapped.
         Some(_) => String::new(),
     };
     [
@@ -170,13 +173,13 @@ pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     ]
 }
 
-/// Formats a rate.
+/// Formats a rate. `None` becomes `-`.
 pub fn shown(rate: Option<f64>) -> String {
     rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
 }
 
-/// Returns a text with the times of exits by reason: the mean, and a power of two that 99 % of the times do not
-/// exceed. Leaves out reasons without a measured time.
+/// Returns a text with the times of exits by reason: the mean, and a power of two that 99 % of the times do not exceed.
+/// Omits reasons without a measured time.
 pub fn times(subject: &Subject) -> String {
     let taken = subject.times.iter();
     let taken = taken.filter_map(|(reason, times)| described(times).map(|it| (reason, it)));
@@ -187,7 +190,7 @@ pub fn times(subject: &Subject) -> String {
     }
 }
 
-/// Returns the text `MEAN (P99)` for times, or `None` if there are none.
+/// Returns the text `MEAN (P99)` for `times`. `None`: there are no times.
 fn described(times: &Times) -> Option<String> {
     let count: u64 = times.counts.iter().sum();
     if count == 0 {

@@ -1,4 +1,4 @@
-//! Parses a process's answer to `slat stat`. `publish/stat.rs` of `slat_kvm` defines its form.
+//! Parses a process's reply to `slat stat`. `publish/stat.rs` of `slat_kvm` defines the reply's form.
 
 use std::collections::BTreeMap;
 use std::ops::Index;
@@ -16,7 +16,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Returns names and values, in the order of the process's answer.
+    /// Returns names and values, in the order of the process's reply.
     pub fn iter(&self) -> impl Iterator<Item = (&str, u64)> {
         let values = self.values.iter().copied();
         self.names.iter().map(String::as_str).zip(values)
@@ -49,7 +49,7 @@ impl Index<&str> for Counters {
 pub struct Vcpu {
     /// The vCPU's id.
     pub id: u32,
-    /// `runs`, `halted`, or `out` if the vCPU is not in KVM_RUN.
+    /// The vCPU's state: `runs`, `halted`, or `out` if the vCPU is not in KVM_RUN.
     pub state: String,
     /// The counters of the memory system.
     pub memory: Counters,
@@ -57,7 +57,8 @@ pub struct Vcpu {
     pub cpu: Counters,
     /// The counters of exits.
     pub exits: Counters,
-    /// A histogram of waits in halts: the number of waits, indexed by the highest set bit of their nanoseconds.
+    /// A histogram of waits in halts. Element n is the number of waits whose nanoseconds have n as their highest set
+    /// bit.
     pub halts: Vec<u64>,
     /// The measured times of the vCPU's exits, by reason.
     pub times: BTreeMap<String, Times>,
@@ -68,12 +69,12 @@ pub struct Vcpu {
 pub struct Times {
     /// The sum of the times, in nanoseconds.
     pub ns: u64,
-    /// A histogram: the number of times, indexed by the highest set bit of their nanoseconds.
+    /// A histogram. Element n is the number of times whose nanoseconds have n as their highest set bit.
     pub counts: Vec<u64>,
 }
 
 impl Times {
-    /// Adds `other`.
+    /// Adds the times of `other`.
     pub fn add(&mut self, other: &Times) {
         self.ns += other.ns;
         let len = self.counts.len().max(other.counts.len());
@@ -96,7 +97,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Returns the sums over all vCPUs: the software CPU's counters, and the counters of exits.
+    /// Returns the sums over all vCPUs of the software CPU's counters and of the counters of exits.
     pub fn sums(&self) -> (Counters, Counters) {
         let mut sums = <(Counters, Counters)>::default();
         for vcpu in &self.vcpus {
@@ -107,24 +108,24 @@ impl Vm {
     }
 }
 
-/// The answer of a process.
+/// The reply of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// The reason why the process compiles no guest code, if it compiles none.
+    /// The reason why the process does not compile guest code. `None`: it does compile guest code.
     pub interprets: Option<String>,
     /// The number of VMs that have ended.
     pub ended: u64,
-    /// The memory system's counters of the VMs that have ended.
+    /// The sums of the memory system's counters of VMs that have ended.
     pub ended_memory: Counters,
-    /// The software CPU's counters of the vCPUs that have ended.
+    /// The sums of the software CPU's counters of vCPUs that have ended.
     pub ended_cpu: Counters,
     /// The live VMs.
     pub vms: Vec<Vm>,
 }
 
 impl Answer {
-    /// Returns the sums over all VMs, including ended ones, as `slat run --stats` prints them: the memory system's
-    /// counters, and the software CPU's.
+    /// Returns the sums over all VMs, including ended VMs: the memory system's counters and the software CPU's
+    /// counters. `slat run --stats` prints the same sums.
     pub fn totals(&self) -> (Counters, Counters) {
         let mut sums = (self.ended_memory.clone(), self.ended_cpu.clone());
         for vm in &self.vms {
@@ -148,7 +149,7 @@ impl Names {
     }
 }
 
-/// Returns the question that asks for all counters.
+/// Returns the question for all counters.
 pub fn question() -> Question<Answer> {
     Question {
         words: STAT.to_owned(),
@@ -156,7 +157,7 @@ pub fn question() -> Question<Answer> {
     }
 }
 
-/// Parses the lines of an answer. Returns `None` if a line does not have the expected form.
+/// Parses the lines of a reply. `None`: a line does not have the expected form.
 fn read(lines: &[&str]) -> Option<Answer> {
     let mut names = Names::default();
     let mut answer = Answer::default();
@@ -202,15 +203,15 @@ fn read(lines: &[&str]) -> Option<Answer> {
             "memory" | "cpu" | "exits" => {
                 *place(&mut answer, word)? = names.of(word, numbers()?)?
             }
-            // Ignore unknown lines: a later version of slat may send them.
+            // Unknown lines are ignored, because a later version of slat may send new ones.
             _ => {}
         }
     }
     Some(answer)
 }
 
-/// Returns the counters that a line of this `kind` sets: the counters of the last vCPU. If there is no vCPU, returns
-/// those of the last VM; if there is no VM, those of everything that has ended.
+/// Returns the counters that a line of this `kind` sets. The line is about the last vCPU that was listed. If no vCPU
+/// was listed, it is about the last VM; if no VM was listed, about the VMs and vCPUs that have ended.
 fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
     let Some(vm) = answer.vms.last_mut() else {
         return match kind {

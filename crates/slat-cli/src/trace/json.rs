@@ -7,7 +7,8 @@ use super::Names;
 use super::summary::{Seen, Summary, hottest};
 use super::written;
 
-/// Returns the summary of `trace` as a JSON object, with `top` addresses of each kind. Times are in nanoseconds.
+/// Returns the summary of `trace` as a JSON object. It has at most `top` addresses of each kind. Times are in
+/// nanoseconds.
 pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String {
     let exits: Map<_, _> = (summary.exits.iter())
         .map(|(reason, exits)| {

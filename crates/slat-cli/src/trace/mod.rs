@@ -56,7 +56,7 @@ fn convert(file: &Path, output: &Path) -> Result<ExitCode, String> {
 struct Names(Option<Symbols>);
 
 impl Names {
-    /// Returns the name of the function that contains an address, and the address's offset in the function.
+    /// Returns the name of the function that contains an address, and the address's offset from the function's start.
     fn of(&self, address: u64) -> Option<String> {
         let (name, offset) = self.0.as_ref()?.find(address)?;
         Some(format!("{name}+{offset:#x}"))

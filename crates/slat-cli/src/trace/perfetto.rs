@@ -1,7 +1,8 @@
-//! Converts a trace to Perfetto's format, which <https://ui.perfetto.dev> opens. Each thread has a track. The
-//! activities of its vCPU are slices, and all other records are instants with their fields.
+//! Converts a trace to Perfetto's format, which <https://ui.perfetto.dev> opens. Each thread has a track. On the track,
+//! the activities of the thread's vCPU are slices, and all other records are instants with their fields.
 //!
-//! The types below are the needed messages of `protos/perfetto/trace/trace.proto`, with its field numbers.
+//! The types below are the necessary messages of `protos/perfetto/trace/trace.proto`, with the field numbers of that
+//! file.
 
 use std::collections::HashSet;
 
@@ -10,8 +11,8 @@ use slat_trace::read::{Event, Thread, Trace};
 
 use super::summary::reason;
 
-/// `perfetto.protos.Trace`, the message of a whole file. Several of these messages, one after another, are also a
-/// valid file.
+/// `perfetto.protos.Trace`, the message of a whole file. Several such messages, one after another, are also a valid
+/// file.
 #[derive(Clone, PartialEq, Message)]
 struct Packets {
     #[prost(message, repeated, tag = "1")]
@@ -66,7 +67,7 @@ struct DebugAnnotation {
 enum Value {
     #[prost(uint64, tag = "3")]
     Uint(u64),
-    /// A value that is shown in hexadecimal.
+    /// A value that the UI shows in hexadecimal.
     #[prost(uint64, tag = "7")]
     Pointer(u64),
 }
@@ -102,7 +103,7 @@ struct ThreadDescriptor {
 /// The number of the process's track. The tracks of its threads have the next numbers.
 const PROCESS: u64 = 1;
 
-/// The fields that are shown in hexadecimal: addresses and frame numbers.
+/// The names of the fields that the UI shows in hexadecimal: addresses and frame numbers.
 const HEXADECIMAL: &[&str] = &[
     "rip",
     "guest_rip",
@@ -170,7 +171,7 @@ pub fn of(trace: &Trace) -> Vec<u8> {
     out
 }
 
-/// Returns the name of a thread: its vCPU's name, if the thread has run a vCPU.
+/// Returns the name of a thread's track. If the thread has run a vCPU, this is the vCPU's name.
 fn name_of(thread: &Thread) -> String {
     let ran: HashSet<_> = thread
         .events
@@ -212,16 +213,16 @@ fn write(out: &mut Vec<u8>, packet: TracePacket) {
 struct Track<'t> {
     trace: &'t Trace,
     uuid: u64,
-    /// The slices that have begun and not yet ended.
+    /// The slices that have begun and have not ended yet.
     open: Vec<Slice>,
     out: &'t mut Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Slice {
-    /// An activity of the vCPU. When one ends, the next one begins.
+    /// An activity of the vCPU: when one activity ends, the next one begins.
     Vcpu,
-    /// A slice inside an activity, or on a thread that runs no vCPU.
+    /// A flush: a slice within an activity, or on a thread that runs no vCPU.
     Flush,
 }
 
@@ -252,7 +253,7 @@ impl Track<'_> {
         self.put(Type::SliceBegin, name, event);
     }
 
-    /// Ends `slice` and the slices inside it. Does nothing if the record of the slice's beginning was overwritten.
+    /// Ends `slice` and the slices within it. Does nothing if the record of the slice's beginning was overwritten.
     fn end(&mut self, slice: Slice, event: &Event) {
         let Some(at) = self.open.iter().rposition(|open| *open == slice) else {
             return;

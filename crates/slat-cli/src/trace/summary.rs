@@ -7,9 +7,9 @@ use slat_trace::{arm_exit, exit};
 
 use super::in_order;
 
-/// The bit that marks a write in a page fault's error code.
+/// The bit in a page fault's error code that says that the access was a write.
 const PFERR_WRITE: u64 = 1 << 1;
-/// The result of `fast_page_fault` when it has changed the entry.
+/// The result in a record of `fast_page_fault` which says that the entry was changed.
 const RET_PF_FIXED: u64 = 3;
 
 /// Exits of one reason.
@@ -17,14 +17,14 @@ const RET_PF_FIXED: u64 = 3;
 pub struct Exits {
     /// The number of these exits.
     pub samples: u64,
-    /// The number of these exits after which the vCPU entered the guest again. Only these have a time: the
+    /// The number of these exits after which the vCPU entered the guest again. Only such an exit has a time: the
     /// nanoseconds from the exit to the next entry.
     pub timed: u64,
     /// The sum of the times of these exits.
     pub total_ns: u64,
-    /// The shortest of the times.
+    /// The minimum of the times.
     pub min_ns: u64,
-    /// The longest of the times.
+    /// The maximum of the times.
     pub max_ns: u64,
 }
 
@@ -57,31 +57,31 @@ pub struct Slot {
     pub id: u64,
 }
 
-/// The number of times that each address was seen.
+/// The number of times that each address occurs in the trace.
 pub type Seen = HashMap<u64, u64>;
 
 /// The summary of a trace. All fields except `counts` are computed from the records that were not overwritten.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// Nanoseconds from the first record to the last one.
+    /// The nanoseconds from the first record to the last one.
     pub ns: u64,
     /// The number of records that were not overwritten.
     pub records: u64,
     /// The number of records that were overwritten by later records of their thread.
     pub dropped: u64,
-    /// The vCPUs that ran: VM and id.
+    /// The vCPUs that ran: the number of the VM and the vCPU's id.
     pub vcpus: HashSet<(u16, u32)>,
     /// The number of all records of each recorded tracepoint, including overwritten ones.
     pub counts: Vec<(String, u64)>,
     /// Exits by reason.
     pub exits: BTreeMap<String, Exits>,
-    /// The number of entries of vCPUs that were already in the guest, and of exits of vCPUs that were not in the
-    /// guest. If no record was overwritten, it is 0.
+    /// The number of entries by vCPUs that were already in the guest, plus the number of exits by vCPUs that were not
+    /// in the guest. If no record was overwritten, the sum is 0.
     pub unpaired: u64,
     /// The number of faults of each guest page frame.
     pub gfns: Seen,
-    /// The number of writes to each page frame that faulted only because the dirty log had write-protected the frame:
-    /// [`super::written`].
+    /// For each page frame, the number of writes that faulted only because dirty logging had write-protected the frame
+    /// ([`super::written`]).
     pub written: BTreeMap<u64, u64>,
     /// The number of accesses to each MMIO address.
     pub gpas: Seen,
@@ -104,13 +104,12 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
     all
 }
 
-/// The state that must be kept while records are read in order.
+/// The state that is needed while records are read in the order of their times.
 #[derive(Default)]
 struct State {
-    /// For each vCPU that was seen: the reason and the time of its current exit, or `None` if the vCPU is in the
-    /// guest.
+    /// For each vCPU that was seen, the reason and the time of its current exit. `None`: the vCPU is in the guest.
     exits: HashMap<(u16, u32), Option<(String, u64)>>,
-    /// The page frames of each memslot that exists.
+    /// The page frames of each existing memslot.
     slots: BTreeMap<Slot, std::ops::Range<u64>>,
 }
 
@@ -203,7 +202,7 @@ impl Summary {
     }
 }
 
-/// Returns the name of the reason of a `kvm_exit`, whose fields are those of x86-64 or of arm64.
+/// Returns the name of the reason of a `kvm_exit` record. The record's fields may be those of x86-64 or of arm64.
 pub fn reason(trace: &Trace, event: &Event) -> String {
     let value = |field| trace.value(event, field);
     let (name, number) = match (value("exit_reason"), value("ret"), value("esr_ec")) {

@@ -1,4 +1,4 @@
-//! Formats the summary of a trace as text. The first table has the form of `perf kvm stat report`.
+//! Formats the summary of a trace as text. The first table looks like that of `perf kvm stat report`.
 
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use super::Names;
 use super::summary::{Exits, Seen, Summary, hottest};
 use super::written;
 
-/// Returns the summary of `trace` as text, with `top` addresses of each kind.
+/// Returns the summary of `trace` as text. It has at most `top` addresses of each kind.
 pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String {
     let mut text = format!(
         "Process {}: {} vCPUs, {} threads, {} s; {} records",

@@ -1,9 +1,9 @@
-//! Finds the pages that the guest writes repeatedly while they are dirty-logged. These writes prevent a migration
-//! from completing.
+//! Finds the pages that the guest writes repeatedly while dirty logging is on. Such writes keep a live migration from
+//! completing.
 
 use std::collections::BTreeMap;
 
-/// Adjacent page frames whose writes faulted only because their leaves were write-protected.
+/// Adjacent page frames whose writes faulted only because dirty logging had write-protected their leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// The first frame.
@@ -14,7 +14,7 @@ pub struct Range {
     pub faults: u64,
 }
 
-/// Returns the ranges with the most faults, at most `top`. `written` has the number of faults of each frame.
+/// Returns the ranges with the most faults, at most `top`. `written` has the number of faults for each frame.
 pub fn hottest(written: &BTreeMap<u64, u64>, top: usize) -> Vec<Range> {
     let mut ranges: Vec<Range> = Vec::new();
     for (&gfn, &faults) in written {

@@ -1,4 +1,4 @@
-//! The registers that GDB sees.
+//! The description of the registers for GDB.
 
 /// GDB's name of the architecture.
 pub const NAME: &str = "aarch64";
@@ -6,7 +6,7 @@ pub const NAME: &str = "aarch64";
 /// The name of the program counter.
 pub const PC: &str = "pc";
 
-/// The definitions of types that the core registers have, and GDB does not define: none.
+/// The XML definitions of register types that GDB itself does not define. On this architecture, there are none.
 pub const TYPES: &str = "";
 
 /// Describes in words what a vCPU does. `value` returns a register's value, by the register's name.

@@ -8,7 +8,8 @@ pub const MMU: &str = "What makes the tables: tdp (a tree)";
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually the one for pages as large as the host's";
 
-/// The architectures whose tables `slat bench` measures, each with the format of its tables. `None`: the usual one.
+/// The architectures whose tables `slat bench` can measure, each with the format of its tables. `None`: the format that
+/// slat usually uses.
 pub const TABLES: &[(&str, Option<&str>)] = &[("arm64", None)];
 
 /// Returns the line of `slat info` about guests: name and text.
@@ -32,8 +33,8 @@ pub fn dispatch() -> &'static str {
     "yes: the instructions by which a program makes system calls of its own are rewritten when it begins"
 }
 
-/// Returns the name of a host feature that slat needs for loading programs, and that is missing. On arm64 nothing is
-/// missing: `None`.
+/// Returns the name of the missing host feature that slat needs for loading programs. On arm64, none is missing:
+/// returns `None`.
 pub fn missing_for_loading() -> Option<&'static str> {
     None
 }

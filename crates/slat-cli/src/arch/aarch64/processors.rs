@@ -1,8 +1,8 @@
-//! The replacement for the text of `/proc/cpuinfo`.
+//! The file that programs on slat read in place of `/proc/cpuinfo`.
 
 use std::io::BufRead;
 
-/// Returns `None`, which makes programs read the machine's own file: on arm64 the text does not tell whether there is
+/// Returns `None`, so programs read the machine's own file. On arm64, that file does not tell whether the machine has
 /// KVM.
 pub fn with_virtualization(_: impl BufRead) -> Option<String> {
     None

@@ -5,9 +5,9 @@ use object::elf;
 /// The number of this architecture in the header of an ELF file.
 pub const MACHINE: elf::Machine = elf::EM_AARCH64;
 
-/// The name of this architecture's programs in error messages, which say that a program is not one of them.
+/// The name of this architecture's programs, for error messages about a program of another architecture.
 pub const NAME: &str = "an arm64 program";
 
-/// The program that starts the preload library as a program: glibc's dynamic linker. A machine with another C library
-/// does not have it.
+/// glibc's dynamic linker, which starts the preload library as a program. A machine with another C library does not
+/// have this file.
 pub const LINKER: &str = "/lib/ld-linux-aarch64.so.1";

@@ -1,4 +1,4 @@
-//! The registers that GDB sees.
+//! The description of the registers for GDB.
 
 /// GDB's name of the architecture.
 pub const NAME: &str = "i386:x86-64";
@@ -6,7 +6,7 @@ pub const NAME: &str = "i386:x86-64";
 /// The name of the instruction pointer.
 pub const PC: &str = "rip";
 
-/// The definitions of types that the core registers have, and GDB does not define.
+/// The XML definitions of register types that GDB itself does not define.
 pub const TYPES: &str = r#"<flags id="i386_eflags" size="4">
 <field name="CF" start="0" end="0"/><field name="" start="1" end="1"/><field name="PF" start="2" end="2"/>
 <field name="AF" start="4" end="4"/><field name="ZF" start="6" end="6"/><field name="SF" start="7" end="7"/>
@@ -17,7 +17,7 @@ pub const TYPES: &str = r#"<flags id="i386_eflags" size="4">
 </flags>
 "#;
 
-/// Returns the name of the mode in which a vCPU executes.
+/// Returns the name of the processor mode of a vCPU.
 fn mode(value: impl Fn(&str) -> u64) -> &'static str {
     let bit = |name, bit: u32| value(name) >> bit & 1 != 0;
     match (bit("cr0", 0), bit("efer", 10), bit("cr0", 31)) {

@@ -10,7 +10,8 @@ pub const MMU: &str = "What makes the tables: tdp (a tree), direct (shadow pages
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually ept, with the shadow MMU x86";
 
-/// The architectures whose tables `slat bench` measures, each with the format of its tables. `None`: the usual one.
+/// The architectures whose tables `slat bench` can measure, each with the format of its tables. `None`: the format that
+/// slat usually uses.
 pub const TABLES: &[(&str, Option<&str>)] = &[("x86-64", None), ("arm64", Some("aarch64"))];
 
 /// Returns the line of `slat info` about guests: name and text.
@@ -23,14 +24,15 @@ pub fn fact() -> (&'static str, String) {
     ("VMX or SVM", virtualization())
 }
 
-/// Returns the name of a host feature that slat needs for loading programs, and that is missing; `None` if nothing is
+/// Returns the name of the missing host feature that slat needs for loading programs. `None`: no such feature is
 /// missing.
 pub fn missing_for_loading() -> Option<&'static str> {
     let has_all = is_dispatched() && can_be_separate();
     (!has_all).then_some("dispatch, and FSGSBASE (Linux 5.9)")
 }
 
-/// Says which CPUID a guest needs to be a hypervisor. Guests check the vendor before they check for SVM.
+/// Says which CPUID results a guest must see to run guests of its own by SVM. Guests check the vendor before they check
+/// for SVM.
 fn nested_guests() -> String {
     let model = match is_amd() {
         true => "host, or EPYC,+svm",
@@ -39,8 +41,8 @@ fn nested_guests() -> String {
     format!("SVM with nested paging (QEMU: -cpu {model})")
 }
 
-/// Returns the virtualization feature that CPUID reports on this processor. slat cannot change the result of CPUID for
-/// a program.
+/// Returns the virtualization feature (VMX or SVM) that the CPUID instruction reports on this processor. slat cannot
+/// change the results of CPUID for a program.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;

@@ -1,10 +1,10 @@
-//! The replacement for the text of `/proc/cpuinfo`.
+//! The file that programs on slat read in place of `/proc/cpuinfo`.
 
 use std::io::BufRead;
 
 /// Returns the text of `/proc/cpuinfo` with `svm` added to the flags of each processor. Returns `None` if the text
-/// cannot be read, or already has `svm` or `vmx`. To find such flags, only the first processor is read, because the
-/// kernel needs time for each.
+/// cannot be read, or already has `svm` or `vmx`. For that check, only the first processor's part is read, because the
+/// kernel needs time to write each part.
 pub fn with_virtualization(text: impl BufRead) -> Option<String> {
     let mut changed = String::new();
     for line in text.lines() {
