@@ -2,8 +2,8 @@
 //!
 //! | item | what an architecture provides |
 //! |---|---|
-//! | `EXPERIMENTS` | all experiments in the order in which they run: the neutral ones and the architecture's |
-//! | `Guests` | the KVMs of its experiments, with `open` |
+//! | `EXPERIMENTS` | all experiments in the order in which they run, those of all architectures and its own |
+//! | `Guests` | the KVMs on which its experiments run guests, with `open` |
 //! | `Tables` | the usual format of a VM's tables |
 //! | `real_kvm` | a sentence that says whether a real `/dev/kvm` is measured, too |
 //! | `as_client` | what this process does if an experiment started it as a KVM program |

@@ -24,7 +24,7 @@ use crate::output::{Pending, complain, print};
 use crate::processes::{self, why_not};
 use text::Vm;
 
-/// A process and how its VMs' memory is mapped.
+/// A process, and the mappings of its VMs' memory.
 type Process = processes::Process<Vec<Vm>>;
 
 /// Asks the process for the mappings of its VMs' memory. `None`: there is no such process, or it has no VM.

@@ -1,4 +1,4 @@
-//! AArch64: only the experiments that run on the engine alone. No guest programs exist for arm64 yet.
+//! The experiments on AArch64: only those that run on the engine alone. There are no guest programs for arm64 yet.
 
 use crate::experiments::{faults, memslots, split, waits};
 use crate::rounds::{Bench, Size};
@@ -26,11 +26,11 @@ fn memslots_without_program(bench: &mut Bench) -> Result<(), Failure> {
     (memslots::EXPERIMENT.run)(bench)
 }
 
-/// The KVMs on which guests run: none.
+/// The KVMs on which guests run. On AArch64 there are none.
 pub struct Guests;
 
 impl Guests {
-    /// Opens nothing and never fails, because there is no KVM for arm64 guests here.
+    /// Opens no KVM, because slat-bench has no arm64 guests. Never fails.
     pub fn open(_: Size) -> Result<Self, Failure> {
         Ok(Guests)
     }

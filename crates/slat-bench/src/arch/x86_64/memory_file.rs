@@ -1,4 +1,4 @@
-//! Files in memory that other programs open by a path.
+//! Files in memory that other programs can open by a path.
 
 use std::fs::File;
 use std::io;

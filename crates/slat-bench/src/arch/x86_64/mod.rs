@@ -2,7 +2,7 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | [`machine`] | a KVM program with a guest of a few loops, over either KVM |
+//! | [`machine`] | a KVM program whose guest executes a few loops, on slat or on a real KVM |
 //! | `experiments` | one file for each experiment |
 //! | `qemu` | QEMU, for comparison and as a program to run |
 //! | `memory_file` | files in memory that other programs open |
@@ -42,13 +42,14 @@ pub const EXPERIMENTS: &[Experiment] = &[
 
 /// The KVMs on which guests run.
 pub struct Guests {
-    /// slat's KVM API.
+    /// slat.
     pub slat: Slat,
-    /// slat's KVM API, with VMs whose tables the direct MMU makes.
+    /// slat, with VMs whose tables the direct MMU makes.
     pub direct: Slat,
-    /// slat's KVM API, with VMs that shadow the guest's page tables.
+    /// slat, with VMs that shadow the guest's page tables.
     pub shadow: Slat,
-    /// A real KVM, if `/dev/kvm` opens. `None` at [`Size::Tiny`], because the counts checked there are slat's.
+    /// A real KVM, if `/dev/kvm` can be opened. `None` at [`Size::Tiny`], because the tests at this size check slat's
+    /// counters.
     pub kvm: Option<RealKvm>,
 }
 
@@ -87,8 +88,8 @@ pub(crate) fn real_kvm() -> String {
     }
 }
 
-/// If an experiment has started this process as a KVM program, does that program's work. Returns the text that the
-/// process must print for the experiment.
+/// If an experiment has started this process as a KVM program, does that program's work, and returns the text that the
+/// process must print for the experiment. `None`: no experiment has started this process.
 pub fn as_client() -> Option<Result<String, Failure>> {
     std::env::var_os(exit::CLIENT).map(|_| exit::client())
 }

@@ -33,7 +33,7 @@ fn the_page_needs_nothing_else() {
     for outside in ["http://", "https://", "<script", "<link", "src=", "@import"] {
         assert!(!page.contains(outside), "{outside}");
     }
-    // Every reference in the page is to the page itself.
+    // Every reference in the page must refer to the page itself.
     assert_eq!(page.matches("url(").count(), page.matches("url(#").count());
 }
 
@@ -45,7 +45,7 @@ fn what_the_table_shows_stands_in_chart_and_table() {
     ] {
         assert!(page.matches(&format!(">{value}<")).count() >= 2, "{value}");
     }
-    // The page shows the published change, and 262,144 reduced by that change.
+    // The page shows the published change, and the number to which this change reduces 262,144.
     assert!(page.contains(">-84.6 %<"));
     assert!(page.contains(">40,445<"));
 }
@@ -81,7 +81,7 @@ fn a_bar_is_drawn_for_each_variant_once_and_hatched_if_published() {
 fn maps_show_what_maps_the_memory_before_and_after() {
     let report = crate::run(&known(&["execute"]), Size::Tiny).unwrap();
     let page = page(&known(&["execute"]), &report, Size::Tiny);
-    // There are two squares of 2 MiB, for three variants in two phases: written and executed.
+    // There are two squares of 2 MiB for each of three variants: one written, one executed.
     assert_eq!(page.matches("<svg class=\"map\"").count(), 6);
     for seen in [
         "pages: 1,024 in 2 MiB leaves \u{b7} 1,024 not executable \u{b7} 1,024 dirty",

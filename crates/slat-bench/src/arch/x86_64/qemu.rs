@@ -1,4 +1,4 @@
-//! QEMU: starts it, measures its processor time, sends commands to its monitor or to the shell of a Linux guest.
+//! Starts QEMU, measures its processor time, and sends commands to its monitor or to the shell of a Linux guest.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -15,7 +15,7 @@ use crate::arch::x86_64::machine::Failure;
 pub const PROGRAM: &str = "qemu-system-x86_64";
 /// The line that the guest's init program prints when its shell is ready (conformance/vmm/guest/init).
 const READY: &str = "slat: guest ready";
-/// A time-out that is longer than any step takes, even on a loaded machine.
+/// A time limit that is longer than any step takes, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Returns the version of QEMU, for example `QEMU 7.2.22`. `None` if QEMU is not installed.
@@ -26,25 +26,25 @@ pub fn version() -> Option<String> {
     Some(format!("QEMU {}", number.split_whitespace().next()?))
 }
 
-/// The files that a PC boots.
+/// The files that a PC boots, and the settings of the boot.
 pub struct Payload {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
     /// The disk, which the guest can only read.
     pub disk: PathBuf,
-    /// The kernel's arguments, besides those for the console.
+    /// The kernel's arguments, in addition to those for the console.
     pub arguments: &'static str,
-    /// Whether a reset of the machine boots the guest again. If not, QEMU ends at a reset.
+    /// Whether a reset boots the guest again. If not, QEMU ends at a reset.
     pub reboots: bool,
 }
 
-/// A running QEMU. Dropping this ends it.
+/// A running QEMU. Dropping this value ends QEMU.
 pub struct Qemu {
     child: Child,
     console: Stream,
     complaints: Stream,
     input: ChildStdin,
-    /// The number of bytes of the console output that were searched already.
+    /// The number of bytes of the console output that were already searched.
     position: usize,
 }
 
@@ -76,7 +76,7 @@ impl Qemu {
         command.arg("-initrd").arg(&payload.initrd);
         let arguments = format!("console=ttyS0 panic=-1 reboot=t {}", payload.arguments);
         command.args(["-append", &arguments]);
-        // The disk is given by -blockdev with options in JSON, because a path may contain any character.
+        // The disk is given by -blockdev with JSON options, because a path may contain any character.
         let node = serde_json::json!({"driver": "raw", "node-name": "disk", "read-only": true,
             "file": {"driver": "file", "filename": &payload.disk}});
         command.args(["-blockdev", &node.to_string()]);
@@ -113,7 +113,7 @@ impl Qemu {
         })
     }
 
-    /// Makes the monitor execute `command`, and returns the monitor's output. The monitor is on standard input and
+    /// Makes QEMU's monitor execute `command`, and returns its output. The monitor uses QEMU's standard input and
     /// output.
     pub fn ask(&mut self, command: &str) -> Result<String, Failure> {
         const PROMPT: &str = "(qemu) ";
@@ -121,12 +121,12 @@ impl Qemu {
         self.input.write_all(format!("{command}\n").as_bytes())?;
         let position = self.position;
         let answer = self.expect(PROMPT)?;
-        // The search for the next command's prompt begins here.
+        // The search for the next prompt begins at this position.
         self.position = position + answer.len();
         Ok(answer)
     }
 
-    /// Waits for the guest's shell.
+    /// Waits until the guest's shell is ready.
     pub fn boot(&mut self) -> Result<(), Failure> {
         self.expect(READY).map(drop)
     }
@@ -141,7 +141,8 @@ impl Qemu {
     pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
         const BEGIN: &str = "<begins>";
         const END: &str = "<ends:";
-        // Each mark is quoted in two parts, so that the terminal's echo of the command does not match it.
+        // The command quotes each mark in two parts, so that the terminal's echo of the command does not match the
+        // mark.
         let line = format!("echo '<be''gins>'; {command}; echo '<en''ds:'$?'>'\n");
         self.input.write_all(line.as_bytes())?;
         self.expect(BEGIN)?;
@@ -173,7 +174,8 @@ impl Qemu {
         Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
     }
 
-    /// Waits until the console shows `text` after the text that was found last. Returns the text between the two.
+    /// Waits until the console shows `text`, after the text that was found last. Returns the output between the two
+    /// texts.
     fn expect(&mut self, text: &str) -> Result<String, Failure> {
         match self.console.wait_for(text, self.position) {
             Some(at) => {
@@ -202,11 +204,11 @@ impl Drop for Qemu {
     }
 }
 
-/// A file that is deleted when this is dropped.
+/// A file that is deleted when this value is dropped.
 pub struct TemporaryFile(pub PathBuf);
 
 impl TemporaryFile {
-    /// Makes an empty file. Only one file of each `kind` may exist at a time.
+    /// Makes an empty file. At most one file of each `kind` may exist at a time.
     pub fn new(kind: &str) -> io::Result<Self> {
         let name = format!("slat-bench-{}.{kind}", std::process::id());
         let file = TemporaryFile(std::env::temp_dir().join(name));
@@ -222,7 +224,7 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The output of a program. A thread reads it, so that the program never blocks on a full pipe.
+/// The output of a program. A thread reads the output, so that the program never waits for space in the pipe.
 struct Stream(Arc<(Mutex<Printed>, Condvar)>);
 
 #[derive(Default)]
@@ -251,8 +253,8 @@ impl Stream {
         stream
     }
 
-    /// Waits for `text` at or after `from`, and returns its position. Returns `None` if the program has ended, or the
-    /// text does not appear in time.
+    /// Waits for `text` in the output from position `from` on, and returns the text's position. `None`: the program has
+    /// ended, or the text does not appear in time.
     fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
         let end = Instant::now() + PATIENCE;
         let (printed, changed) = &*self.0;

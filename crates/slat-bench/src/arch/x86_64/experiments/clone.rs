@@ -1,4 +1,4 @@
-//! Clones: VMs that continue from the state of another VM.
+//! Measures clones: VMs that begin with the state of another VM and share its memory.
 
 use std::fs::{self, File};
 use std::sync::atomic::AtomicU64;
@@ -42,7 +42,8 @@ more than twice as long as one alone.",
 const ANEW: &str = "anew";
 const CLONE: &str = "clone";
 const SECONDS: &str = "seconds_to_exit";
-/// The number of pages that each VM writes at the end. These pages are no longer shared with the template.
+/// The number of pages that each VM writes in the end. From then on, the VM does not share these pages with the
+/// template.
 const WRITTEN: u64 = 16;
 /// The word that fills the memory of the template VM.
 const FILL: u32 = 0x51a7_51a7;
@@ -56,8 +57,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         None => None,
     };
     for count in counts(bench) {
-        // Leave out the variant without sharing when there are a thousand VMs: their memory does not fit into some
-        // hosts.
+        // The variant without sharing is omitted for a thousand VMs, whose memory would not fit into some hosts.
         let variants = match count > 100 {
             true => vec![CLONE],
             false => bench.guests.with_kvm(&[ANEW, CLONE]),
@@ -84,7 +84,7 @@ fn counts(bench: &Bench) -> [u32; 3] {
     bench.size.pick([1, 2, 3], [1, 100, 1000], [1, 100, 1000])
 }
 
-/// The memory of a VM that is ready to serve: its system slot and its data slot.
+/// The memory of a VM that is ready to serve: the memory of its system slot and of its data slot.
 struct Template {
     system: File,
     data: File,
@@ -110,7 +110,7 @@ fn get_ready<A: Api>(machine: &mut Machine<'_, A>, size: usize) -> Result<(), Fa
     Ok(())
 }
 
-/// Makes `count` VMs and makes each of them serve. With a `template`, the VMs are its clones.
+/// Makes `count` VMs, and makes each of them serve. If there is a `template`, the VMs are its clones.
 fn together<A: Api>(
     api: &A,
     count: u32,
@@ -180,8 +180,8 @@ fn together<A: Api>(
     Ok(samples)
 }
 
-/// Returns the bytes of memory that only this process uses. Pages of a private file mapping count once the process
-/// has written to them.
+/// Returns the bytes of memory that only this process uses. A page of a private file mapping counts only after the
+/// process has written to it.
 fn private_bytes() -> Result<u64, Failure> {
     let text = fs::read_to_string("/proc/self/smaps_rollup")?;
     let line = text

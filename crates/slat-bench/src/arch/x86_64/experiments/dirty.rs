@@ -1,4 +1,4 @@
-//! The dirty log: bitmaps against rings, and the methods to detect writes.
+//! Measures dirty logs: bitmaps compared with rings, and the methods to detect writes.
 
 mod methods;
 
@@ -52,7 +52,7 @@ const NS_PER_PAGE: &str = "ns_per_page";
 const BITMAP: &str = "slat";
 const RING: &str = "ring";
 
-/// The case that measures the end of dirty logging, its variants, and its second metric.
+/// The case that measures the end of dirty logging.
 const END: &str = "end";
 const RECOVER: &str = "recover";
 const ZAP: &str = "zap";
@@ -71,7 +71,7 @@ const CASES: [(Case, &str); 3] = [
     (Case::Redirty, "redirty"),
 ];
 
-/// The number of entries of the ring: KVM's maximum. All pages fit, so the guest never stops at a full ring.
+/// The number of entries in a ring: KVM's maximum. The ring has an entry for every page, so it is never full.
 const ENTRIES: usize = 1 << 16;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -114,13 +114,13 @@ fn logged(memory: &Memory) -> Slot<'_> {
     }
 }
 
-/// Runs the guest, which writes to every page. Returns the time it needs.
+/// Runs the guest, which writes to every page. Returns the processor time.
 fn write(machine: &mut Machine<'_, Slat>, memory: &Memory) -> Result<Duration, Failure> {
     let program = Program::write(DATA, pages(memory), 1);
     Ok(machine.run(&[program], &no_device)?.cpu)
 }
 
-/// Checks that every page was reported once: `told` is the number of reports, and the sum of their page numbers.
+/// Checks that every page was reported once. `told` has the number of reports and the sum of the reported page numbers.
 fn expect_all(memory: &Memory, told: (u64, u64)) -> Result<(), Failure> {
     let pages = pages(memory);
     match told == (pages, pages * (pages - 1) / 2) {
@@ -212,9 +212,9 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
-/// Ends dirty logging after the guest wrote to all of the memory, and then lets the guest write to the memory again.
-/// Returns the processor time of both steps and the number of faults. With `recover` false, huge leaves are not
-/// restored in place.
+/// Ends dirty logging after the guest has written to all of the memory. Then the guest writes to all of the memory
+/// again. Returns the processor time of both steps, and the number of faults. If `recover` is false, huge leaves are
+/// not restored in place.
 fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), Failure> {
     let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
     machine.touch_system()?;
@@ -239,15 +239,16 @@ fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), F
     Ok((ended + written, faults))
 }
 
-/// Flags of a dirty-ring entry: the vCPU has filled the entry; the client has harvested the entry
-/// (Documentation/virt/kvm/api.rst, 8.29).
+/// Flags of a dirty-ring entry (Documentation/virt/kvm/api.rst, 8.29): the vCPU sets DIRTY when it fills the entry; the
+/// client sets RESET when it has harvested the entry.
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
 const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
 
-/// A vCPU's ring as its client sees it: an array of `struct kvm_dirty_gfn`.
+/// The client's view of a vCPU's ring: an array of `struct kvm_dirty_gfn`.
 struct Ring {
     entries: NonNull<Entry>,
-    /// The number of the next ring entry to harvest, which keeps counting beyond the end of the array.
+    /// The number of the next ring entry to harvest. It counts on beyond the end of the array; its index is the
+    /// remainder.
     next: usize,
 }
 
@@ -282,10 +283,9 @@ impl Ring {
         })
     }
 
-    /// Harvests all entries. Returns their number, and the sum of their page numbers.
+    /// Harvests all filled entries. Returns their number, and the sum of their page numbers.
     fn collect(&mut self) -> (u64, u64) {
-        // SAFETY: `map` has mapped the memory with this length. The vCPU and the kernel's side change ring entries as
-        // atomics, too,
+        // SAFETY: `map` has mapped the memory with this length. The vCPU and KVM change ring entries only as atomics,
         // for which every bit pattern is valid.
         let entries = unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), ENTRIES) };
         let mut told = (0, 0);
@@ -304,7 +304,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: `map` has mapped the memory with this length, and no reference into it is left.
+        // SAFETY: `map` has mapped the memory with this length, and no reference into it exists any more.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), ENTRIES * size_of::<Entry>()) };
     }
 }
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn bitmap_and_ring_tell_every_page_that_was_written() {
-        // `run` itself checks the number of reported pages.
+        // `run` itself checks how many pages are reported.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for (_, case) in CASES {
             for variant in [BITMAP, RING] {

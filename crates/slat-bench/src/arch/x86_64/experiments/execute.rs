@@ -1,4 +1,4 @@
-//! Execution of code in huge pages, which must not be mapped executable.
+//! Measures the execution of code in huge pages while the policy for NX huge pages forbids executable huge leaves.
 
 use crate::arch::x86_64::machine::guest::{DATA, PAGE};
 use crate::arch::x86_64::machine::program::COUNTED_RETURN;
@@ -35,7 +35,7 @@ Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx
     rows: Rows::Metrics,
 };
 
-/// Each variant's name, and its values of the two policies.
+/// The name of each variant, with its values of the two policies.
 const VARIANTS: &[(&str, &str, &str)] = &[
     ("zap", "on", "off"),
     ("split", "on", "on"),
@@ -46,7 +46,7 @@ const PUBLISHED_CASE: &str = "anonymous_hugetlb_1gb/v96";
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (vcpus, rounds) = (bench.size.pick(2, 4, 96), bench.size.pick(1, 3, 3));
-    // At the tiny size the huge leaves are 2 MiB.
+    // At the tiny size, huge leaves have 2 MiB; otherwise 1 GiB.
     let region = bench.size.pick(4 << 20, 1 << 30, 1 << 30);
     let memory = Memory::new(region, region, Pages::Huge)?;
     memory.populate()?;
@@ -143,7 +143,7 @@ mod tests {
             let case = "anonymous_hugetlb_1gb/v2";
             report.value(NAME, case, variant, "pf_fixed").unwrap()
         };
-        // 4 MiB are 1024 pages of 4 KiB, or two huge leaves.
+        // 4 MiB consist of 1024 pages of 4 KiB, or of two huge leaves.
         assert_eq!(faults("zap"), 1024.0);
         assert_eq!(faults("split"), 2.0);
         assert_eq!(faults("nx-off"), 0.0);
@@ -157,7 +157,7 @@ mod tests {
             let map = maps.find(|map| (map.variant, map.phase) == (variant, phase));
             map.unwrap().cells[0]
         };
-        // At the tiny size the huge leaves are of 2 MiB.
+        // At the tiny size, huge leaves have 2 MiB.
         for variant in ["zap", "split"] {
             let (before, after) = (cell(variant, "written"), cell(variant, "executed"));
             assert_eq!(

@@ -1,4 +1,4 @@
-//! Devices: the time that slat needs to find out that an address has no memslot.
+//! Measures MMIO: the time that slat needs to find out that an address is in no memslot.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -40,13 +40,13 @@ no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor 
 
 const VARIANTS: &[&str] = &["uncached", "cached"];
 const SLOTS: &[u32] = &[32, 509, 32764];
-/// The number of runs; the shortest time counts. Counters are summed over all runs.
+/// The number of runs. The result is the shortest time, or the sum of a counter over all runs.
 const RUNS: usize = 10;
-/// Address of the small memslots, which are contiguous.
+/// The address of the first small memslot. The small memslots are contiguous.
 const SMALL_SLOTS: u64 = 1 << 30;
-/// The number of bytes of guest memory that a page map shows, starting at the device.
+/// The number of bytes of guest memory that a page map in the report shows, beginning at the device.
 const SHOWN: u64 = 64 << 20;
-/// The status register's value.
+/// The value of the device's status register.
 const READY: u32 = 1;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -55,7 +55,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     ordinary(bench)
 }
 
-/// Makes a machine with `slots` memslots: the system slot, `data` at [`DATA`], and single pages of `small`.
+/// Makes a machine with `slots` memslots: the system slot, the memory `data` at [`DATA`], and slots of one page each of
+/// the memory `small`.
 fn prepare<'m, A: Api>(
     api: &A,
     slots: u32,
@@ -110,7 +111,7 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
         let shadow = prepare(&bench.guests.shadow, slots, &data, &small)?;
         machines.push((format!("exit/shadow/{slots}"), shadow, None));
     }
-    // Each round measures every number of memslots, because the report compares these with one another.
+    // Each round measures all numbers of memslots, because the report compares them with one another.
     for round in 0..rounds {
         for (case, slat, kvm) in &mut machines {
             let variants = match (round, &kvm) {
@@ -241,7 +242,7 @@ fn ordinary(bench: &mut Bench) -> Result<(), Failure> {
     bench.in_turns("ordinary", rounds, VARIANTS, |_, variant| {
         set_caching(&machine, variant)?;
         let time = fastest(RUNS, || {
-            // The memslot was just created, so every page of it faults.
+            // The memslot has just been created, so each of its pages faults once.
             let slot = Slot::whole(1, DATA, &data);
             machine.set_slot(&Slot { size: 0, ..slot })?;
             machine.set_slot(&slot)?;
@@ -265,7 +266,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 if case == first {
                     return line;
                 }
-                // A difference of up to one twentieth is noise.
+                // Differences up to one twentieth are noise.
                 let (few, many) = ((&*first, "cached"), (case, "cached"));
                 let ratio = report.ratio_between(NAME, "ns_per_exit", few, many);
                 line.with_limit("32 slots", with_few_slots).goal(

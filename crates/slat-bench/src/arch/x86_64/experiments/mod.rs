@@ -1,4 +1,4 @@
-//! The experiments with guests. Each has a file or a directory.
+//! The experiments with guests. Each experiment has a file or a directory.
 
 pub mod clone;
 pub mod cpu;

@@ -1,4 +1,4 @@
-//! A guest that is a hypervisor, and the cost of the memory of that hypervisor's own guest.
+//! Measures a guest that is a hypervisor (L1), and the cost of memory accesses of that hypervisor's own guest (L2).
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -39,16 +39,16 @@ Times are the vCPU's processor time.",
     rows: Rows::Metrics,
 };
 
-/// The levels at which a program runs.
+/// The levels at which a program can run.
 const LEVELS: &[&str] = &["l1", L2];
 const L2: &str = "l2";
-/// The software that handles an exit. L1 exits to slat or to the KVM program; L2 exits to its hypervisor.
+/// The software that handles an exit. An exit of L1 is handled by slat or by the KVM program; an exit of L2, by L1.
 const SLAT: &str = "slat";
 const PROGRAM: &str = "program";
 const FAULTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8")];
 const CACHING: &[(&str, &str)] = &[("uncached", "off"), ("cached", "on")];
 const MMUS: [&str; 2] = ["tdp", "shadow"];
-/// The number of runs; the shortest time counts.
+/// The number of runs. The result is the shortest time.
 const RUNS: usize = 10;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -83,7 +83,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (name, program) in [("compute", compute), ("walk", walk)] {
             bench.in_turns(&case(name), rounds, LEVELS, |bench, level| {
                 let mut machine = begin(bench)?;
-                // Run the program once before measuring, so that it is compiled and its pages are mapped.
+                // The program runs once before the measurement, so that its code is compiled and its pages are mapped.
                 at(&mut machine, level, &program)?;
                 let time = fastest(RUNS, || Ok(at(&mut machine, level, &program)?.cpu))?;
                 Ok(vec![Sample::seconds("seconds", time)])
@@ -112,7 +112,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Makes a machine that is ready to be a hypervisor, on slat with `mmu`.
+/// Makes a machine on slat, with tables that `mmu` makes. Its guest is ready to be a hypervisor.
 fn machine<'m>(bench: &Bench, mmu: &str, memory: &'m Memory) -> Result<Machine<'m, Slat>, Failure> {
     let slat = if mmu == "shadow" {
         &bench.guests.shadow
@@ -124,12 +124,12 @@ fn machine<'m>(bench: &Bench, mmu: &str, memory: &'m Memory) -> Result<Machine<'
     machine.set_policy("prefetch", "off")?;
     machine.begin_hypervisor()?;
     machine.touch_system()?;
-    // This run also makes L2 use the pages of the system slot.
+    // With this run, L2 also uses the pages of the system slot, so that they are mapped.
     machine.run_nested(&Program::read(0, 1), &no_device)?;
     Ok(machine)
 }
 
-/// Sets the policy `name` to the value of `variant`.
+/// Sets the policy `name` to the value for `variant`.
 fn set(
     machine: &Machine<'_, Slat>,
     name: &str,
@@ -172,7 +172,7 @@ fn ring(machine: &mut Machine<'_, Slat>, times: u64) -> Result<Vec<Sample>, Fail
     ])
 }
 
-/// Handles the exits of a device with one register.
+/// Handles the exits of guests that write to a device with one register.
 fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     match exit {
         VcpuExit::MmioWrite(DEVICE, [_, _, _, _]) => Ok(()),
@@ -180,7 +180,7 @@ fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     }
 }
 
-/// Returns the average time of one exit, given that `exits` exits took `time`.
+/// Returns the average time of one exit if `exits` exits took `time`.
 fn each(time: Duration, exits: u64) -> Sample {
     let nanoseconds = time.as_secs_f64() * 1e9 / exits as f64;
     Sample::new("ns_per_exit", Unit::Nanoseconds, nanoseconds)
@@ -203,8 +203,8 @@ fn compare(report: &Report) -> Vec<Line> {
             line("exit", mmu, "ns_per_exit", SLAT, L2),
             line("compute", mmu, "seconds", "l1", L2).map(|line| line.change_within(0.05)),
             line("walk", mmu, "seconds", "l1", L2),
-            // The guest's pages take an eighth of the faults without prefetch. More faults are taken for L2's own
-            // tables and at the ends of the memslot.
+            // With a window of 8 pages, the guest's pages take an eighth of the faults that they take without prefetch.
+            // L2's own tables and the ends of the memslot take some more faults.
             line("faults", mmu, "pf_fixed", "off", "window-8")
                 .map(|line| line.change_at_most(1.02 / 8.0 - 1.0)),
             line("faults", mmu, "seconds", "off", "window-8"),

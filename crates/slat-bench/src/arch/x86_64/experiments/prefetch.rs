@@ -1,4 +1,4 @@
-//! Prefetch: pages that are mapped ahead of their use.
+//! Measures prefetch: pages that are mapped before their first use.
 
 use slat::Hva;
 
@@ -36,18 +36,19 @@ touched. Times are the vCPU's processor time.",
 };
 
 const SEQUENTIAL: &str = "sequential";
-/// The sequential case with the direct MMU. The published number was measured in this case.
+/// The case of sequential accesses with the direct MMU. The published number is for this case.
 const DIRECT: &str = "sequential/direct";
-/// The sequential case with shadow paging. The guest's 2 MiB pages are then shadowed by 4 KiB leaves.
+/// The case of sequential accesses with shadow paging. Leaves of 4 KiB then shadow the guest's 2 MiB pages.
 const SHADOW: &str = "sequential/shadow";
 const RANDOM: &str = "random";
 
-/// The variants, and the value of the policy for each.
+/// The variants, each with its value of the policy.
 const VARIANTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8"), ("adaptive", "adaptive")];
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 5, 3);
-    // Touches 6 GiB of an 8 GiB VM, as in the publication; at smaller sizes, the same share of the memory.
+    // At the full size, the guest touches 6 GiB of an 8 GiB VM, as in the publication. At smaller sizes it touches the
+    // same share of the memory.
     let size: usize = bench.size.pick(8 << 20, 512 << 20, 8 << 30);
     let pages = size as u64 / PAGE;
     let memory = Memory::new(size, 2 << 20, Pages::Small)?;
@@ -84,7 +85,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     })
 }
 
-/// Returns the value of the policy `prefetch` for a variant of slat's.
+/// Returns the value of the policy `prefetch` for a variant. `None`: the variant is not one of slat's.
 fn policy(variant: &str) -> Option<&'static str> {
     let known = VARIANTS.iter().find(|(name, _)| *name == variant);
     known.map(|(_, policy)| *policy)
@@ -130,7 +131,7 @@ fn touch<A: Api>(
         samples.extend([
             Sample::count("pf_fixed", counted.pf_fixed),
             Sample::count("prefetched", counted.prefetched),
-            // The gauge `pages_4k` counts all installed leaves; all of them are in this memslot.
+            // The gauge `pages_4k` counts all 4 KiB leaves, and all of them are in this memslot.
             Sample::count("prefetched_unused", counted.pages_4k - used),
         ]);
     }
@@ -151,7 +152,7 @@ fn compare(report: &Report) -> Vec<Line> {
         line(case, "seconds", "window-8").map(|line| line.change_at_most(share - 1.0))
     };
     [
-        // The bound is an eighth of the faults, plus one percent for windows that reach beyond the memslot.
+        // The limit is an eighth of the faults, plus one percent for windows that reach beyond the memslot.
         faults(SEQUENTIAL, "window-8", 1.01 / 8.0),
         faults(SEQUENTIAL, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         seconds(SEQUENTIAL, 0.8),

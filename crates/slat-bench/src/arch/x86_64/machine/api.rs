@@ -1,6 +1,8 @@
-//! The KVM API as the experiments use it, over slat in this process and over a real `/dev/kvm`.
+//! The part of the KVM API that the experiments use. Traits describe it, for slat in this process and for a real
+//! `/dev/kvm`.
 //!
-//! slat-kvm names its types and methods like kvm-ioctls. So one macro implements the traits for both.
+//! slat-kvm's types and methods have the names that they have in kvm-ioctls. So one macro implements the traits for
+//! both.
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KvmIrqRouting, kvm_irq_routing_entry, kvm_regs, kvm_sregs,
@@ -14,9 +16,9 @@ use vmm_sys_util::eventfd::EventFd;
 pub use crate::Failure;
 use crate::compared::REAL_KVM;
 
-/// A KVM.
+/// A KVM: slat, or a real one.
 pub trait Api: Sized {
-    /// The name of this KVM's variant in measurements.
+    /// The name of the variant on this KVM in measurements.
     const NAME: &'static str;
     /// The type of this KVM's VMs.
     type Vm: VmApi;
@@ -24,7 +26,7 @@ pub trait Api: Sized {
     /// Opens the KVM.
     ///
     /// # Errors
-    /// The errors of `open("/dev/kvm")`.
+    /// The errors of opening `/dev/kvm`.
     fn open() -> Result<Self, Failure>;
 
     /// Creates a VM without memory.
@@ -50,8 +52,8 @@ pub trait VmApi: Send + Sync {
     /// # Errors
     /// KVM's errors.
     ///
-    /// The memory that backs the memslot must outlive the memslot. This process must not rely on any value in that
-    /// memory that a concurrent write of the guest would invalidate.
+    /// The memory that backs the memslot must outlive the memslot. The guest may write to that memory at any time, so
+    /// this process must not rely on values in it.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
     /// Calls `KVM_CREATE_IRQCHIP`.
@@ -60,20 +62,20 @@ pub trait VmApi: Send + Sync {
     /// KVM's errors.
     fn create_irqchip(&self) -> Result<(), Failure>;
 
-    /// Calls `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`. After this, each signal of `event` raises the
-    /// interrupt of that route.
+    /// Calls `KVM_SET_GSI_ROUTING` with the route `route`, and `KVM_IRQFD` with `event`. From then on, each signal of
+    /// `event` raises the interrupt of that route.
     ///
     /// # Errors
     /// KVM's errors.
     fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
 
-    /// Calls `KVM_IOEVENTFD`. After this, each guest write to `gpa` signals `event`.
+    /// Calls `KVM_IOEVENTFD`. From then on, each guest write to `gpa` signals `event`.
     ///
     /// # Errors
     /// KVM's errors.
     fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
 
-    /// Returns slat's engine, for its counts and policies. Returns `None` for a real KVM.
+    /// Returns slat's engine, for its counters and policies. `None`: this is a real KVM.
     fn engine(&self) -> Option<&EngineVm>;
 }
 
@@ -148,7 +150,7 @@ macro_rules! api {
                 &self,
                 region: kvm_userspace_memory_region,
             ) -> Result<(), Failure> {
-                // SAFETY: this method has the same safety conditions as the called one; the caller promises them.
+                // SAFETY: the called method has the same safety conditions as this one, and the caller fulfils them.
                 unsafe { self.set_user_memory_region(region) }
                     .map_err(|e| format!("memslot {}: {e}", region.slot))?;
                 Ok(())
@@ -208,12 +210,12 @@ macro_rules! api {
 
 api!(
     Slat, slat_kvm, "slat",
-    // The experiments install no signal handler, so vCPU threads need not check for signals.
+    // The experiments install no signal handler, so slat need not check for signals on vCPU threads.
     open { slat_kvm::watch_signals(); },
     engine(vm) Some(vm.engine())
 );
 impl Slat {
-    /// Returns this KVM; the tables of its VMs are made by `mmu`.
+    /// Returns this KVM with the setting that `mmu` makes the tables of its VMs.
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Slat(self.0.with_mmu(mmu))

@@ -1,6 +1,6 @@
-//! The environment of a guest: its page tables and a vCPU's first registers.
+//! The environment of a guest: its page tables, and the initial registers of a vCPU.
 //!
-//! Guest-virtual addresses equal guest-physical ones. The guest maps them by 2 MiB pages, so it has few tables.
+//! Guest-virtual addresses equal guest-physical addresses. The guest maps them by 2 MiB pages, so it has few tables.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -16,8 +16,8 @@ use super::{interrupts, loops, modes};
 
 const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
 
-/// The host's side of [`Program::turns`](super::Program::turns) and [`Program::hammer`](super::Program::hammer): two
-/// words of guest memory.
+/// The host's side of the programs [`Program::turns`](super::Program::turns) and
+/// [`Program::hammer`](super::Program::hammer). Host and guest communicate by two words of guest memory.
 pub struct Turns<'m> {
     stop: &'m AtomicU64,
     turn: &'m AtomicU64,
@@ -32,7 +32,7 @@ impl<'m> Turns<'m> {
         Turns { stop, turn }
     }
 
-    /// Waits until the guest has done its part, and lets the guest continue with the next part.
+    /// Gives the guest its next turn. Returns when the guest has finished its previous turn and has begun the next one.
     ///
     /// # Errors
     /// If the guest does not act in time, because it has ended.
@@ -47,10 +47,10 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Waits until `done` returns `true`. An action of the guest must cause this.
+/// Waits until `done` returns `true`, as a result of the guest's work.
 ///
 /// # Errors
-/// If the guest does not act in time.
+/// If that takes too long.
 pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
     const PATIENCE: Duration = Duration::from_secs(60);
     let began = Instant::now();
@@ -69,7 +69,8 @@ pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes page tables that map `0..end` one to one, and the programs, into the system slot's memory.
+/// Writes page tables and the programs into the memory of the system slot. The tables map the addresses `0..end` one to
+/// one.
 ///
 /// # Panics
 /// If the tables do not fit.

@@ -1,5 +1,5 @@
-//! A guest that is a hypervisor (L1). It runs programs as its own guest (L2) with SVM (AMD64 volume 2, chapter 15 and
-//! appendix B).
+//! A guest that is a hypervisor (L1). By SVM (AMD64 volume 2, chapter 15 and appendix B), it runs programs in a guest
+//! of its own (L2).
 //!
 //! L2 has page tables like L1's, and nested tables that map addresses one to one: memory from [`DATA`] on by pages of 4
 //! KiB, all other memory by pages of 2 MiB. All these tables are in the system slot.
@@ -14,26 +14,27 @@ use slat_demo::for_other_crates::long_mode::{PRESENT_WRITABLE, identity_map};
 
 const VMCB: u64 = 3 << 20;
 const HOST_SAVE: u64 = VMCB + PAGE;
-/// The addresses of L2's own tables: the root, the table below the root, the directories.
+/// The address of L2's own tables: first the root, then the table below the root, then the directories.
 const OWN: u64 = HOST_SAVE + PAGE;
-/// The addresses of the nested tables: root, table below the root, directories; then the tables of level 1.
+/// The address of the nested tables: first the root, then the table below the root, the directories, and the tables of
+/// level 1.
 const NESTED: u64 = OWN + (2 + GIBS) * PAGE;
 const NESTED_TABLES: u64 = NESTED + (2 + GIBS) * PAGE;
-/// The number of GiB that the tables map: those below [`DATA`], and the first GiB of the data.
+/// The number of GiB that the tables map: all GiB below [`DATA`], and the first GiB of the data.
 const GIBS: u64 = (DATA >> 30) + 1;
-/// The most bytes at [`DATA`] that L2 can use.
+/// The maximum number of bytes from [`DATA`] on that L2 can use.
 pub const MOST_DATA: u64 = (SYSTEM_SIZE as u64 - NESTED_TABLES) / PAGE * LARGE;
 const LARGE: u64 = 2 << 20;
-/// Flags of entries of nested tables: those of a user's page, accessed and dirty.
+/// The flags of nested entries: they map pages that a user may access, and that were accessed and written.
 const FLAGS: u64 = PRESENT_WRITABLE | 1 << 2 | 1 << 5 | 1 << 6;
 
-/// Exit codes of SVM.
+/// An exit code of SVM.
 const HLT: u64 = 0x78;
 const SHUTDOWN: u64 = 0x7f;
 const VMRUN: u64 = 0x80;
 const VMMCALL: u64 = 0x81;
 
-/// Offsets in the virtual machine control block.
+/// Offsets in the virtual machine control block (VMCB).
 mod at {
     pub const ASID: u64 = 0x58;
     pub const EXIT_CODE: u64 = 0x70;
@@ -54,7 +55,7 @@ mod at {
 }
 
 impl<A: Api> Machine<'_, A> {
-    /// Makes the first vCPU a hypervisor.
+    /// Makes the first vCPU's guest a hypervisor.
     ///
     /// # Errors
     /// KVM's errors.
@@ -83,10 +84,11 @@ impl<A: Api> Machine<'_, A> {
         Ok(())
     }
 
-    /// Runs `program` in L2 on the first vCPU. In the returned registers, RAX and RSP are L1's.
+    /// Runs `program` in L2 on the first vCPU. The returned registers are those of L2, except RAX and RSP, which are
+    /// L1's.
     ///
     /// # Errors
-    /// KVM's errors and `device`'s. It is also an error if L2 ends by anything but HLT.
+    /// KVM's errors and the errors of `device`. It is also an error if L2 does not end with HLT.
     pub fn run_nested(&mut self, program: &Program, device: &Device<'_>) -> Result<Ran, Failure> {
         let registers = program.registers(0);
         let special = guest::special_registers(kvm_sregs::default());
@@ -128,13 +130,14 @@ impl<A: Api> Machine<'_, A> {
         }
     }
 
-    /// Stores to a word of the system slot.
+    /// Stores a value in the word at address `at` of the system slot.
     fn put(&self, at: u64, value: u64) {
         self.system.words()[at as usize / 8].store(value, Relaxed);
     }
 }
 
-/// Returns a segment in the form that the control block stores: selector, attributes and limit; base.
+/// Returns a segment in the format of the control block: one word with selector, attributes and limit, and one with the
+/// base.
 fn packed(segment: &kvm_segment) -> [u64; 2] {
     let attributes = u64::from(segment.type_)
         | u64::from(segment.s) << 4

@@ -1,16 +1,18 @@
-//! The structures that a guest needs to take interrupts. A GDT has the segments in which the handler runs and to
-//! which it returns. An IDT has the handler. A local APIC is in x2APIC mode, so that its registers are MSRs.
+//! The structures that a guest needs to take interrupts: a GDT with the segments in which the interrupt handler runs
+//! and to which it returns, an IDT with the handler's address, and a local APIC in x2APIC mode, so that its registers
+//! are MSRs.
 
 use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
 
 use super::layout::{GDT, IDT};
 
-/// The only vector that the IDT of [`load`] marks as present.
+/// The interrupt vector. The IDT of [`load`] has no other vector.
 const VECTOR: u64 = 0x40;
-/// The segments, as in [`slat_demo::long_mode`]: null, code at selector 8, data at selector 0x10.
+/// The segments in the GDT, as in [`slat_demo::long_mode`]: null, code at selector 8, data at selector 0x10.
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
-/// Writes the descriptor tables into the memory of the system slot. `handler` is the address of [`VECTOR`]'s handler.
+/// Writes the GDT and the IDT into the memory of the system slot. `handler` is the address of the handler of
+/// [`VECTOR`].
 pub(super) fn load(system: &mut [u8], handler: u64) {
     const CODE: u64 = 8 << 16;
     const PRESENT_INTERRUPT_GATE: u64 = 0x8e << 40;
@@ -20,14 +22,14 @@ pub(super) fn load(system: &mut [u8], handler: u64) {
     for (index, segment) in (0..).zip(SEGMENTS) {
         put(GDT + index * 8, segment);
     }
-    // Intel SDM vol. 3, 6.14.1: the offset is stored in three parts.
+    // The gate stores the handler's address in three parts (Intel SDM volume 3, 6.14.1).
     let gate = IDT + VECTOR * 16;
     let low = handler & 0xffff | (handler >> 16 & 0xffff) << 48;
     put(gate, low | CODE | PRESENT_INTERRUPT_GATE);
     put(gate + 8, handler >> 32);
 }
 
-/// Returns `sregs` with the descriptor tables of [`load`], and with the local APIC in x2APIC mode.
+/// Returns `sregs` changed to use the GDT and the IDT of [`load`], and to have the local APIC in x2APIC mode.
 pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
     const ENABLED: u64 = 1 << 11;
     const X2APIC: u64 = 1 << 10;

@@ -1,15 +1,15 @@
-//! The instructions of the programs in long mode. [`Program`](super::Program) sets the registers that each comment
-//! names.
+//! The instructions of the programs in long mode. The comments name the registers that a program reads;
+//! [`Program`](super::Program) sets them.
 
 use super::layout::PROGRAM;
 
-/// Defines the programs' instructions: constant bytes, which this process never executes.
+/// Defines the programs' instructions: bytes for the guest, which this process never executes.
 macro_rules! programs {
     ($($(#[$doc:meta])* $name:ident = $symbol:literal [$($line:literal),* $(,)?])*) => {
         std::arch::global_asm!(
             ".pushsection .rodata.slat_bench_guest, \"a\", @progbits",
             ".balign 16",
-            // The labels are global, because Rust code may be compiled into another object file than this code.
+            // The labels are global, because the Rust code that uses them may be compiled into another object file.
             ".globl slat_bench_guest, slat_bench_guest_end",
             "slat_bench_guest:",
             $(concat!(".globl ", $symbol), concat!($symbol, ":"), $($line,)* "hlt",)*
@@ -23,7 +23,7 @@ macro_rules! programs {
             $(#[link_name = $symbol] static $name: u8;)*
         }
 
-        /// A loop that a vCPU can run.
+        /// A program, given by its loop.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[allow(non_camel_case_types)]
         pub(super) enum Loop {
@@ -68,9 +68,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax to r9 pages from rbx on, counts that pass in rsi, and waits for its turn. Then does the same with
-    /// r9 pages from r8 on, and waits again. Repeats both until the host stops it. r10 is the address of two words,
-    /// stop and turn ([`Turns`](super::guest::Turns)).
+    /// Writes eax to r9 pages from rbx on, increments rsi, and waits for its next turn. Then does the same with r9
+    /// pages from r8 on. Repeats both until the host stops the program. r10 is the address of two words, stop and turn
+    /// ([`Turns`](super::guest::Turns)).
     turns = "slat_bench_turns" [
         "2:",
         "mov rdi, rbx",
@@ -91,7 +91,7 @@ programs! {
         "jmp 2b",
         "5:",
     ]
-    /// Writes eax to r9 pages from rbx on, repeatedly, until the word at r10 is set. rsi counts the passes.
+    /// Writes eax to r9 pages from rbx on, repeatedly, until the word at r10 is not zero. rsi counts the passes.
     hammer = "slat_bench_hammer" [
         "2:",
         "mov rdi, rbx",
@@ -130,8 +130,8 @@ programs! {
         "jnz 3b",
     ]
     /// Adds the first byte of random pages ([`Random`]) to rsi. rbx is the address of the first page, and rcx the
-    /// number of reads. rax is the state of the sequence, r8 its multiplier, r9 its increment. r10 is 64 minus the
-    /// number of bits of a page number.
+    /// number of reads. rax is the state of the random sequence, r8 its multiplier, r9 its increment. r10 is 64 minus
+    /// the number of bits of a page number.
     ///
     /// [`Random`]: super::program::Random
     scatter = "slat_bench_scatter" [
@@ -155,9 +155,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Sends a request to a device and reads the response. Rings the doorbell at rbx with the number in ecx; the
-    /// response, the number's complement, is then in memory at rdx. Counts the right responses in rsi, and adds the
-    /// device's status at rbx + 4 to rdi.
+    /// Sends requests to a device and reads its responses. For each request, writes the number in ecx to the doorbell
+    /// at rbx. The response is the number's complement, in memory at rdx. rsi counts the right responses. rdi sums the
+    /// values of the device's status register at rbx + 4.
     request = "slat_bench_request" [
         "2:",
         "mov [rbx], ecx",
@@ -205,8 +205,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Adds doubles in a register. The loop has six instructions and is executed rcx times. rsi is the address of the
-    /// result.
+    /// Adds doubles in a register, and stores the result at rsi. The loop has six instructions and is executed rcx
+    /// times.
     float = "slat_bench_float" [
         "mov eax, 1",
         "cvtsi2sd xmm1, eax",
@@ -220,8 +220,8 @@ programs! {
         "jnz 2b",
         "movsd [rsi], xmm0",
     ]
-    /// Mixes two vectors of four words, which begin as rcx and rbx. The loop has ten instructions and is executed rcx
-    /// times. rsi is the address of the result.
+    /// Mixes two vectors of four words, whose initial words are rcx and rbx. Stores the result at rsi. The loop has ten
+    /// instructions and is executed rcx times.
     simd = "slat_bench_simd" [
         "movq xmm0, rcx",
         "movq xmm1, rbx",
@@ -238,8 +238,8 @@ programs! {
         "jnz 2b",
         "movdqu [rsi], xmm0",
     ]
-    /// Multiplies rdx by rbx and adds the product with two carries. The loop has seven instructions and is executed
-    /// rcx times.
+    /// Multiplies rdx by rbx, and adds the product with two chains of carries. The loop has seven instructions and is
+    /// executed rcx times.
     bigint = "slat_bench_bigint" [
         "2:",
         "xor eax, eax",
@@ -286,7 +286,7 @@ programs! {
         "pop rbp",
         "ret",
     ]
-    /// Computes the Fibonacci number of rdi by recursion, in rax. [`Program::fibonacci`] knows the number of
+    /// Computes the Fibonacci number of rdi in rax, by recursion. [`Program::fibonacci`] computes the number of
     /// instructions.
     ///
     /// [`Program::fibonacci`]: super::Program::fibonacci
@@ -343,9 +343,8 @@ programs! {
         "dec rdx",
         "jnz 2b",
     ]
-    /// Takes interrupts, for which [`super::interrupts`] has prepared the guest. Enables the local APIC, and then
-    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. The handler
-    /// `handle` uses r8.
+    /// Enables the local APIC, and takes interrupts ([`super::interrupts`] has prepared the guest). Repeatedly writes
+    /// the time-stamp counter to the word at r9, until the word at r10 is not zero. The handler `handle` uses r8.
     interruptible = "slat_bench_interruptible" [
         "mov ecx, 0x80f", // spurious-interrupt vector register: enabled
         "mov eax, 0x1ff",
@@ -381,8 +380,7 @@ programs! {
         "pop rax",
         "iretq",
     ]
-    /// Writes to each page, and repeats this rcx times. rsi is the address of the first page, rdx the number of
-    /// pages.
+    /// Writes to each page, rcx times. rsi is the address of the first page, rdx the number of pages.
     rounds = "slat_bench_rounds" [
         "2:",
         "mov rdi, rsi",
@@ -413,7 +411,7 @@ programs! {
         "xor edx, edx",
         "wrmsr",
     ]
-    /// Runs the guest of the control block at rax until that guest halts. Skips each VMMCALL of the guest.
+    /// Runs the guest of the control block at rax until that guest halts. Continues the guest after each VMMCALL.
     hypervisor = "slat_bench_hypervisor" [
         "2:",
         "vmrun rax",
@@ -423,9 +421,9 @@ programs! {
         "jmp 2b",
         "3:",
     ]
-    /// Adds 1 to the first word of pages, in a pseudo-random order that visits each page once before it repeats. rsi
-    /// is the address of the first page, rdx the number of pages (a power of two) minus 1, rcx the number of
-    /// additions. rax is the page number; r8 and r9 are the multiplier and the increment of the order.
+    /// Adds 1 to the first word of pages, in a pseudo-random order that visits all pages before it visits one again.
+    /// rsi is the address of the first page, rdx the number of pages (a power of two) minus 1, rcx the number of
+    /// additions. rax is the page number. r8 and r9 are the multiplier and the increment of the pseudo-random sequence.
     walk = "slat_bench_walk" [
         "2:",
         "imul rax, r8",
@@ -442,8 +440,8 @@ programs! {
 pub(super) fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_guest;
     let end = &raw const slat_bench_guest_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
-    // constants between them.
+    // SAFETY: both labels are in the same section. The second follows the first, with only initialised constants
+    // between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 

@@ -1,4 +1,4 @@
-//! A KVM program: guest memory, memslots, vCPU threads, and a guest that executes a few loops.
+//! A KVM program: it has guest memory, memslots, vCPU threads, and a guest that executes a few loops.
 //!
 //! The same program runs on slat and on a real KVM ([`api`]). The guest really executes: each run checks its results.
 
@@ -29,17 +29,16 @@ pub use slat_demo::memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///
-/// The machine borrows the memory of its other slots. So that memory outlives the machine, and several machines can
-/// use it one after the other.
+/// The machine borrows the memory of its other slots. So several machines can use that memory one after the other.
 pub struct Machine<'m, A: Api> {
-    // The memory must outlive the VM, so these fields are dropped before it.
+    // These fields are dropped before the memory, because the memory must outlive the VM.
     vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
     vm: A::Vm,
     system: Memory,
     borrowed: std::marker::PhantomData<&'m Memory>,
 }
 
-/// A memslot: `size` bytes of `memory` at `offset`, at guest address `gpa`.
+/// A memslot at guest address `gpa`. It is backed by `size` bytes of `memory`, from `offset` on.
 #[derive(Clone, Copy)]
 pub struct Slot<'m> {
     /// The slot's number. The machine itself uses slot 0.
@@ -79,8 +78,8 @@ pub struct Ran {
 }
 
 impl Ran {
-    /// Returns the time that the run would take on an otherwise idle machine: the vCPUs' processor time divided by
-    /// the number of processors that they can use at once.
+    /// Returns the time that the run would take on an otherwise idle machine. That is the vCPUs' processor time divided
+    /// by the number of processors that they can use at the same time.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -91,7 +90,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Makes a VM with `vcpus` vCPUs. Its guest can use the addresses up to `end`.
     ///
     /// # Errors
-    /// The host's errors and KVM's.
+    /// The errors of the host and of KVM.
     ///
     /// # Panics
     /// If `vcpus` is more than [`guest::MAX_VCPUS`].
@@ -117,7 +116,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Self::on(api, vcpus, system, prepare)
     }
 
-    /// Like [`Machine::prepared`], but with the given memory as system slot: another machine's, or a copy of it.
+    /// Like [`Machine::prepared`], but with the given memory in the system slot. This is the system memory of another
+    /// machine, or a copy of it.
     ///
     /// # Errors
     /// The errors of [`Machine::prepared`].
@@ -172,8 +172,7 @@ impl<'m, A: Api> Machine<'m, A> {
         &self.vcpus[index]
     }
 
-    /// Prepares a vCPU for [`Program::interruptible`], which takes interrupts. The VM must have interrupt
-    /// controllers.
+    /// Prepares a vCPU for [`Program::interruptible`], which takes interrupts. The VM must have interrupt controllers.
     ///
     /// # Errors
     /// KVM's errors.
@@ -185,12 +184,12 @@ impl<'m, A: Api> Machine<'m, A> {
         vcpu.set_sregs(&interrupts::special_registers(vcpu.sregs()?))
     }
 
-    /// Returns slat's engine with its counts and policies; `None` on a real KVM.
+    /// Returns slat's engine, with its counters and policies. `None`: this is a real KVM.
     pub fn engine(&self) -> Option<&EngineVm> {
         self.vm.engine()
     }
 
-    /// Sets a policy of slat's. Does nothing on a real KVM, whose policies only its host can change.
+    /// Sets a policy of slat. Does nothing on a real KVM, whose policies only the host's administrator can change.
     ///
     /// # Errors
     /// If there is no such policy, or the policy rejects the value.
@@ -204,7 +203,7 @@ impl<'m, A: Api> Machine<'m, A> {
         }
     }
 
-    /// Makes the first vCPU read every page of the system slot, so that later programs take no faults there.
+    /// Makes the first vCPU read every page of the system slot, so that later programs take no faults on these pages.
     ///
     /// # Errors
     /// The errors of [`Machine::run`].
@@ -214,8 +213,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(())
     }
 
-    /// Runs one program on each of the first vCPUs at the same time, until each has halted. `device` handles the
-    /// exits.
+    /// Runs the programs at the same time, each on a vCPU, from the first vCPU on. Returns when all programs have
+    /// halted. `device` handles the exits.
     ///
     /// # Errors
     /// KVM's errors, or those of `device`.
@@ -226,8 +225,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// Like [`Machine::run`], but runs `host` at the same time, which may change slots. If a program does not halt by
-    /// itself, `host` must stop it, even when `host` fails.
+    /// Like [`Machine::run`], but runs the function `host` at the same time. `host` may change slots. If a program does
+    /// not halt by itself, `host` must stop it, even when `host` fails.
     ///
     /// # Errors
     /// The errors of [`Machine::run`], and those of `host`.
@@ -282,15 +281,15 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
         memory_size: slot.size,
         userspace_addr: slot.memory.address() + slot.offset,
     };
-    // SAFETY: the memory outlives the VM: the order of a machine's fields ensures this for the system slot, `'m` for
-    // other memory. A shared `Memory` is accessed only by atomic operations.
+    // SAFETY: the memory outlives the VM: the order of a machine's fields ensures this for the system slot, and the
+    // lifetime `'m` for all other memory. A shared `Memory` is accessed only by atomic operations.
     unsafe { vm.set_region(region) }
 }
 
 /// Access to the slots of a machine while its vCPUs run.
 pub struct Slots<'a, 'm, A: Api> {
     vm: &'a A::Vm,
-    /// Makes this type invariant in `'m`, as the machine is.
+    /// Makes this type invariant in `'m`, like the machine.
     borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
 }
 
@@ -304,10 +303,10 @@ impl<'m, A: Api> Slots<'_, 'm, A> {
     }
 }
 
-/// Handles a vCPU's exits; the first argument is the vCPU's number.
+/// A function that handles a vCPU's exits. The first argument is the vCPU's number.
 pub type Device<'a> = dyn Fn(usize, VcpuExit<'_>) -> Result<(), Failure> + Sync + 'a;
 
-/// Handles the exits of guests that use memory only: every exit is an error.
+/// Handles the exits of guests that use only memory: reports every exit as an error.
 pub fn no_device(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     Err(format!("vCPU {index}: unexpected exit {exit:?}").into())
 }
@@ -325,7 +324,7 @@ fn run_vcpu<V: VcpuApi>(
     device: &Device<'_>,
 ) -> Result<Ended, Failure> {
     let prepared = vcpu.set_regs(&program.registers(index));
-    // Wait at the barrier even after an error, because the other threads wait for this one.
+    // The thread waits at the barrier even after an error, because the other threads wait for it.
     start.wait();
     prepared?;
     let began = thread_time();

@@ -1,13 +1,13 @@
-//! Loops in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, such a program
-//! begins in long mode. It then enters its own mode, and returns to long mode before it ends.
+//! Loops in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, a program with such
+//! a loop begins in long mode. It then enters the loop's mode, and returns to long mode before it ends.
 
 use super::layout::{MODES, SCRATCH, STACKS, STRINGS};
 
-// These are constant bytes, which this process never executes. Their addresses are valid where a guest has this code:
-// at MODES.
+// These bytes are data for the guest, which this process never executes. Their addresses are right for a guest, which
+// has this code at MODES.
 std::arch::global_asm!(
-    // The loops with 32-bit registers (`e` is e) and with 16-bit registers (`e` is nothing). Each runs ecx times.
-    // Arithmetic, loads and stores, and a call of a function.
+    // The loops with 32-bit registers (the macro's argument `e` is e) and with 16-bit registers (`e` is empty). Each
+    // loop is executed ecx times. This loop does arithmetic, loads and stores, and calls a function.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
     r"xor \e\()bx, \e\()bx",
@@ -30,7 +30,7 @@ std::arch::global_asm!(
     "4:",
     r"mov [\e\()si + 8], \e\()bx",
     ".endm",
-    // Fills a KiB, copies it to the next KiB, copies it again from the end to the beginning, and compares the two.
+    // Fills one KiB, copies it to the next KiB, copies it again from its end to its beginning, and compares the two.
     ".macro slat_bench_strings e",
     "mov edx, ecx",
     r"xor \e\()bx, \e\()bx",
@@ -114,7 +114,7 @@ std::arch::global_asm!(
     "slat_bench_far long, 1f, 0x28",
     ".code16",
     "1:",
-    // Load segments whose limits are those of real mode.
+    // The segments loaded here have the limits of real mode.
     "mov ax, 0x30",
     "mov ds, ax",
     "mov es, ax",
@@ -148,7 +148,7 @@ std::arch::global_asm!(
     "jmp slat_bench_leave",
     ".code64",
     ".balign 8",
-    // The segments: 64-bit code at selector 8 and data at 0x10, as in long mode; then 32-bit code and data, and
+    // The segments: first 64-bit code at selector 8 and data at 0x10, as in long mode; then 32-bit code and data; then
     // 16-bit code and data.
     "6:",
     ".quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff",
@@ -184,7 +184,7 @@ pub enum Mode {
     Real16,
 }
 
-/// The work that the loop of such a program does.
+/// The work of a loop in protected or real mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// Arithmetic, loads, stores and calls.
@@ -201,7 +201,7 @@ impl Mode {
         }
     }
 
-    /// Returns the address to which the code at [`entry`] jumps once it is in protected mode.
+    /// Returns the address to which the code at [`entry`] jumps after it has entered protected mode.
     pub(super) fn address(self) -> u64 {
         address(match self {
             Mode::Protected32 => &raw const slat_bench_code32,
@@ -211,7 +211,7 @@ impl Mode {
 }
 
 impl Task {
-    /// Returns the number of instructions of one turn of the loop. A repeated instruction counts once.
+    /// Returns the number of instructions in one iteration of the loop. A repeated instruction counts once.
     pub(super) fn instructions(self) -> u64 {
         match self {
             Task::Mixed => 12,
@@ -219,7 +219,7 @@ impl Task {
         }
     }
 
-    /// Returns the values of RAX, RSI and RDI that `times` turns of the loop leave in `mode`.
+    /// Returns the values of RAX, RSI and RDI after `times` iterations of the loop in `mode`.
     pub fn result(self, mode: Mode, times: u64) -> [u64; 3] {
         let mask = mode.mask();
         match self {
@@ -234,7 +234,7 @@ impl Task {
                 };
                 (1..=times).rev().fold([0; 3], turn)
             }
-            // The last iteration of the loop filled memory with 1, and compared one KiB.
+            // The last iteration of the loop has filled memory with 1, and has compared one KiB.
             Task::Strings => [1, STRINGS + 1024, (times * (times + 1) / 2) & mask],
         }
     }
@@ -251,7 +251,7 @@ impl Task {
 }
 
 /// Returns the address at which a program in protected or real mode begins. RBX must be the mode's
-/// [address](Mode::address), RDI the loop's address, and RCX the number of turns, which is not 0.
+/// [address](Mode::address), RDI the loop's address, and RCX the number of iterations, which must not be 0.
 pub(super) fn entry() -> u64 {
     address(&raw const slat_bench_modes)
 }
@@ -264,7 +264,7 @@ fn address(label: *const u8) -> u64 {
 pub(super) fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_modes;
     let end = &raw const slat_bench_modes_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
-    // constants between them.
+    // SAFETY: both labels are in the same section. The second follows the first, with only initialised constants
+    // between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }

@@ -1,4 +1,4 @@
-//! The speed of the software CPU.
+//! Measures the speed of the software CPU.
 
 mod tcg;
 
@@ -41,14 +41,14 @@ CPU, without its start, and on a real KVM: the limit. Asked for: 1.5 times tcg's
     rows: Rows::Metrics,
 };
 
-/// The number of pages of the case `miss`: twice as many as the first level of the software TLB holds.
+/// The number of pages of the case `miss`, twice as many as the first level of the software TLB has entries.
 const PAGES: u64 = 2048;
-/// The number of pages of the case `walk`: four times as many as the second level holds.
+/// The number of pages of the case `walk`, four times as many as the second level of the software TLB has entries.
 const WALKED: u64 = 32768;
-/// The number of pages of the case `cold`. The data slot of all cases has the same size.
+/// The number of pages of the case `cold`, each with a function. The data slot of all cases has this size.
 const FUNCTIONS: u64 = 65536;
 
-/// The program of a case, and a check that the guest executed it.
+/// The program of a case, and a check that the guest has really executed it.
 struct Work {
     case: &'static str,
     program: Program,
@@ -58,23 +58,23 @@ struct Work {
     is_right: Check,
 }
 
-/// Checks the registers at the end, and the words of data.
+/// Checks the registers at the end of the program, and the words of its data.
 type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 
-/// The CPU that executes the programs, which decides the amount of work.
+/// The CPU that executes the programs. It decides how much work they do.
 #[derive(Clone, Copy)]
 enum Worker {
-    /// The cases are measured on slat and on QEMU's software CPU.
+    /// slat and QEMU's software CPU, which execute the same amount of work.
     Software,
-    /// The cases are measured on a real KVM, which may be an interpreter.
+    /// A real KVM, whose CPU may be an interpreter.
     Kvm,
-    /// The cases run on QEMU with as few instructions as possible, to measure QEMU's start.
+    /// QEMU with as few instructions as possible, to measure the time of QEMU's start.
     Start,
 }
 
-/// Returns the cases of this experiment, with as much work as `worker` can do.
+/// Returns the cases of this experiment. The amount of work suits `worker`.
 fn works(size: Size, worker: Worker) -> [Work; 18] {
-    // `part` divides the number of repetitions. `less` is subtracted from the argument of `fib`.
+    // `part` divides the number of repetitions. `less` is subtracted from the argument of the case `fib`.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
         Worker::Kvm => (1600, 12),
@@ -177,7 +177,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
             "string",
             Program::strings(string, DATA),
             Box::new(move |end, word| {
-                // The last iteration of the loop copied and filled memory with 1.
+                // The loop counts down, so its last iteration has copied and filled memory with 1.
                 let mut filled = ((4096 + 1000) / 8..).take(64);
                 end.r11 == string * (string + 1)
                     && end.r10 == string * UNSEARCHED
@@ -192,7 +192,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
         work(
             "miss",
             Program::rounds(DATA, PAGES, miss),
-            // The last round of the program wrote 1 to each page.
+            // The program counts down, so its last round has written 1 to each page.
             Box::new(|_, word| (0..PAGES as usize).all(|page| word(page * PAGE as usize / 8) == 1)),
         ),
         Work {
@@ -219,12 +219,12 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
     ]
 }
 
-/// The first value of one vector of `simd`. The first value of the other vector is the number of iterations.
+/// The initial value of one vector of the case `simd`. The other vector begins with the number of iterations.
 const SEED: u64 = 0x0123_4567_89ab_cdef;
-/// The two factors that `bigint` multiplies.
+/// The two factors that the case `bigint` multiplies.
 const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];
 
-/// Returns the words that the case `simd` must leave in memory.
+/// Returns the words that the guest must leave in memory in the case `simd`.
 fn mixed(times: u64, seed: u64) -> [u64; 2] {
     let words = |value: u64| [value as u32, (value >> 32) as u32, 0, 0];
     let (mut a, mut b) = (words(times), words(seed));
@@ -238,7 +238,7 @@ fn mixed(times: u64, seed: u64) -> [u64; 2] {
     [0, 2].map(|k| u64::from(a[k + 1]) << 32 | u64::from(a[k]))
 }
 
-/// Returns the number of bits that the case `bits` must count.
+/// Returns the number of bits that the guest must count in the case `bits`.
 fn counted(times: u64) -> u64 {
     let (mut value, mut sum) = (0u64, 0u64);
     for n in (1..=times).rev() {
@@ -293,8 +293,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                     Some(kvm) => measure(kvm, &data, &for_kvm[k]),
                     None => Err("no real KVM".into()),
                 },
-                // A machine keeps the compiled code of functions that it has called. So each round of `cold` uses a
-                // new machine.
+                // A machine keeps the compiled code of functions that it has called. So in the case `cold`, each round
+                // uses a new machine.
                 _ if work.case == COLD => {
                     measure(&mut prepare(&bench.guests.slat, &data)?, &data, work)
                 }
@@ -305,7 +305,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures how much longer `more` takes than `less` on QEMU's software CPU. QEMU's start cancels out.
+/// Measures on QEMU's software CPU how much longer `more` takes than `less`. So the time of QEMU's start is not
+/// included.
 fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     let run = |work: &Work| -> Result<f64, Failure> {
         let ran = tcg::run(&work.program, (work.pages * PAGE) as usize)?;
@@ -324,7 +325,7 @@ fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     };
     let (start, all) = (run(less)?, run(more)?);
     let instructions = more.instructions.saturating_sub(less.instructions) as f64;
-    // At a tiny size, nearly all time is QEMU's start.
+    // At the tiny size, nearly all of the time is QEMU's start, so the difference may be 0.
     let seconds = (all - start).max(1e-3);
     Ok(vec![Sample::new(
         "mips",
@@ -376,7 +377,7 @@ mod tests {
 
     #[test]
     fn every_case_computes_what_it_should_at_a_tiny_size() {
-        // `measure` also checks the results of the guests.
+        // `measure` itself checks the guests' results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),

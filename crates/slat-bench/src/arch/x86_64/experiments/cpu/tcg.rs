@@ -1,7 +1,7 @@
-//! The same programs on QEMU's own software CPU.
+//! Runs the experiment's programs on QEMU's own software CPU (TCG).
 //!
 //! QEMU starts with a ROM instead of a BIOS. The ROM copies the guest's tables and programs to the addresses that
-//! [`guest::load`] uses, enters long mode, and jumps to the program with its first registers. The program ends with
+//! [`guest::load`] uses, enters long mode, and jumps to the program with its initial registers. The program ends with
 //! HLT.
 
 use std::io::Read;
@@ -24,13 +24,13 @@ const REGISTERS: usize = 0x1_e000;
 const CODE: usize = 0x1_f000;
 const RESET: usize = 0x1_fff0;
 
-// These are constant bytes, which this process never executes. Their addresses are valid where the ROM puts this
-// code: at CODE.
+// These bytes are data for the guest, which this process never executes. Their addresses are right after the ROM has
+// copied them to CODE.
 std::arch::global_asm!(
     ".pushsection .rodata.slat_bench_rom, \"a\", @progbits",
     ".globl slat_bench_rom, slat_bench_rom_end",
     "slat_bench_rom:",
-    // In 16-bit code with CS.base 0xffff0000: lgdt, CR0.PE, far jump.
+    // This is 16-bit code with CS.base 0xffff0000: lgdt, set CR0.PE, far jump.
     ".byte 0x66, 0x2e, 0x0f, 0x01, 0x16",
     ".short 0xf000 + (4f - slat_bench_rom)",
     ".byte 0x0f, 0x20, 0xc0, 0x0c, 0x01, 0x0f, 0x22, 0xc0",
@@ -108,14 +108,14 @@ unsafe extern "C" {
     static slat_bench_rom_end: u8;
 }
 
-/// The number of bytes of the page directories: for the 4 GiB below the data, and for one GiB more.
+/// The number of bytes of the page directories. They map the 4 GiB below the data, and one GiB from there.
 const DIRECTORIES: usize = (DATA as usize >> 30) * PAGE as usize + PAGE as usize;
 
 fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_rom;
     let end = &raw const slat_bench_rom_end;
-    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised
-    // constants between them.
+    // SAFETY: both labels are in the same section. The second follows the first, with only initialised constants
+    // between them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 
@@ -136,7 +136,7 @@ fn rom(program: &Program) -> Vec<u8> {
         rom[at..at + 8].copy_from_slice(&register.to_le_bytes());
     }
     rom[CODE..][..code().len()].copy_from_slice(code());
-    // A jump to CODE, within the last 64 KiB.
+    // This is a jump to CODE, which is within the last 64 KiB.
     let distance = (CODE as i64 - (RESET as i64 + 3)) as i16;
     rom[RESET] = 0xe9;
     rom[RESET + 1..RESET + 3].copy_from_slice(&distance.to_le_bytes());
@@ -147,9 +147,9 @@ fn rom(program: &Program) -> Vec<u8> {
 pub struct Ran {
     /// The registers in which programs leave results.
     pub registers: kvm_regs,
-    /// The contents of memory from [`DATA`] on, at the end of the program.
+    /// The contents of memory from [`DATA`] on at the end of the program.
     pub data: Vec<u8>,
-    /// The processor time, including that of QEMU's start.
+    /// The processor time, including the time of QEMU's start.
     pub cpu: Duration,
 }
 
@@ -158,8 +158,8 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
     std::fs::write(&file.0, rom(program))?;
     let mut command = Command::new(qemu::PROGRAM);
-    // The PC has 16 MiB of memory at low addresses, and the data at 4 GiB. The host touches all of it before the guest
-    // does.
+    // The PC has 16 MiB of memory at low addresses, and the data's memory at 4 GiB. The host touches all of this memory
+    // before the guest does.
     let memory = 16 + bytes.div_ceil(1 << 20).next_multiple_of(16);
     let machine = format!(
         "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -mem-prealloc -nodefaults -no-user-config -display none -no-reboot -monitor stdio"
@@ -189,7 +189,7 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         r11: register("R11=")?,
         ..Default::default()
     };
-    // QEMU saves its memory to a file in memory, because a directory for temporary files may lack the space.
+    // QEMU saves its memory to a file in memory, because a directory for temporary files may have too little space.
     let mut saved = MemoryFile::new()?;
     let path = saved.path();
     qemu.ask(&format!("pmemsave {DATA:#x} {bytes} \"{path}\""))?;

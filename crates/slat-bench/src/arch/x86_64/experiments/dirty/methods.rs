@@ -1,4 +1,5 @@
-//! Compares the methods to detect writes: write protection, the leaves' dirty bits, walkers' buffers.
+//! Compares three methods to detect writes: write protection, the dirty bits of leaves, and the buffers that walkers
+//! fill.
 
 use std::time::Duration;
 
@@ -18,16 +19,16 @@ const BUFFER: &str = "buffer";
 
 const NS: &str = "ns";
 
-/// In the phase `Few`, the number of pages that are written before `KVM_GET_DIRTY_LOG`.
+/// The number of pages that the guest writes before `KVM_GET_DIRTY_LOG` in the phase `Few`.
 const FEW: u64 = 16;
 
 #[derive(Clone, Copy)]
 enum Case {
-    /// `KVM_GET_DIRTY_LOG` after [`FEW`] pages were written.
+    /// The time of `KVM_GET_DIRTY_LOG` after the guest has written [`FEW`] pages.
     Few,
-    /// `KVM_GET_DIRTY_LOG` after all pages were written.
+    /// The time of `KVM_GET_DIRTY_LOG` after the guest has written all pages.
     All,
-    /// The guest writes to all pages again.
+    /// The time in which the guest writes to all pages again.
     Write,
 }
 
@@ -78,7 +79,8 @@ fn measure(slat: &Slat, memory: &Memory, method: &str, case: Case) -> Result<Dur
     })
 }
 
-/// Gets the log, and checks that it names the first `expected` pages. Returns the time that getting it takes.
+/// Reads the log, and checks that exactly the first `expected` pages are dirty. Returns the time that reading the log
+/// takes.
 fn harvest(
     machine: &Machine<'_, Slat>,
     memory: &Memory,

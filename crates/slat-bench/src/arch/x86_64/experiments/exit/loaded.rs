@@ -1,6 +1,6 @@
-//! A statically linked program of a few instructions, without a C library. `slat run` has to load it and to rewrite
-//! its call site. The program makes a VM whose guest writes to a device for ever, enters the guest `times` times, and
-//! reports how long that took.
+//! A small statically linked program without a C library. `slat run` has to load this program and to rewrite its call
+//! site. The program makes a VM whose guest writes to a device forever, enters the guest `times` times, and reports how
+//! long that took.
 
 use std::arch::global_asm;
 use std::io::Write as _;
@@ -12,14 +12,14 @@ use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY
 use crate::arch::x86_64::machine::Failure;
 use crate::arch::x86_64::memory_file::MemoryFile;
 
-/// The number of calls before the measured ones. slat rewrites the call site during these calls.
+/// The number of calls before the measured calls. During these calls, slat rewrites the call site.
 const BEFORE: u32 = 1000;
 /// The address at which the program is loaded.
 const BASE: u64 = 0x40_0000;
-/// The offset, in the program's text, of the word that holds the number of calls.
+/// The offset in the program's text of the word that holds the number of calls to measure.
 const TIMES: usize = 8;
 
-// The program's text, which begins with its first instruction. It is data here.
+// The program's text, as data of this process. The text begins with the program's first instruction.
 global_asm!(
     ".pushsection .rodata.slat_bench_loaded, \"a\", @progbits",
     ".balign 64",
@@ -33,8 +33,8 @@ global_asm!(
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU RBX times. R12D has the vCPU's descriptor. The call is in one aligned quadword: on some
-    // processors slat can rewrite no other call.
+    // Enters the vCPU RBX times. R12D has the vCPU's descriptor. The call instruction lies within one aligned quadword,
+    // because on some processors slat cannot rewrite any other call.
     ".balign 64, 0xcc",
     ".byte 0xcc",
     "4:",
@@ -48,7 +48,7 @@ global_asm!(
     "dec rbx",
     "jnz 4b",
     "ret",
-    // These bytes fill the space between functions, like the bytes that compilers put there.
+    // These bytes fill the space before the next function, like the padding of compilers.
     ".fill 16, 1, 0xcc",
     ".balign 16, 0xcc",
     // Returns the current time in nanoseconds.
@@ -62,7 +62,7 @@ global_asm!(
     "add rax, [rsp + 8]",
     "add rsp, 16",
     "ret",
-    // Makes an ioctl. An error ends the process.
+    // Makes an ioctl. On an error, ends the process.
     "9:",
     "mov eax, {ioctl}",
     "syscall",
@@ -89,10 +89,10 @@ global_asm!(
     "xor r9d, r9d",
     "mov eax, {mmap}",
     "syscall",
-    // The guest's code at the reset vector, in real mode: mov [0], al; jmp to it.
+    // The guest's code at the reset vector, in real mode: mov [0], al; jmp to this mov.
     "mov dword ptr [rax + 0xff0], 0xeb0000a2",
     "mov byte ptr [rax + 0xff4], 0xfb",
-    // On the stack: the argument of KVM_SET_USER_MEMORY_REGION for slot 0 without flags.
+    // Pushes the argument of KVM_SET_USER_MEMORY_REGION, for slot 0 without flags.
     "push rax",
     "push 4096",
     "mov ecx, 0xfffff000",
@@ -150,29 +150,31 @@ unsafe extern "C" {
     static END: u8;
 }
 
-/// Returns the program as an ELF file: header, one segment, text. The program enters the guest `times` times.
+/// Returns the program as an ELF file with a header, one segment and the text. The program enters the guest `times`
+/// times.
 fn program(times: u32) -> Vec<u8> {
-    /// The offset of the text in the file, aligned as the text's functions are: after the headers of 64 and 56 bytes.
+    /// The offset of the text in the file. It is after the headers (64 and 56 bytes), and has the alignment of
+    /// functions.
     const TEXT: usize = 128;
-    // SAFETY: the labels enclose the text above.
+    // SAFETY: the two labels are at the beginning and at the end of the text.
     let text = unsafe {
         let (start, end) = (&raw const START, &raw const END);
         std::slice::from_raw_parts(start, end.addr() - start.addr())
     };
     let mut text = text.to_vec();
     text[TIMES..TIMES + 8].copy_from_slice(&u64::from(times).to_le_bytes());
-    // The header of System V ABI, chapter 4: 64 bits, little endian; an executable for x86-64.
+    // The ELF header (System V ABI, chapter 4): 64 bits, little endian, an executable for x86-64.
     let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
     let word = |file: &mut Vec<u8>, value: u64| file.extend(value.to_le_bytes());
-    // The rest of the header: entry, offset of the program headers, no sections, no flags; then the sizes of headers:
-    // one of the program, none of a section.
+    // The rest of the ELF header: entry point, offset of the program headers, no sections, no flags, the sizes of
+    // headers. There is one program header and no section header.
     for value in [BASE + TEXT as u64, 64, 0] {
         word(&mut file, value);
     }
     for half in [0u16, 0, 64, 56, 1, 64, 0, 0] {
         file.extend(half.to_le_bytes());
     }
-    // The program header: PT_LOAD, readable and executable; offset, addresses, sizes, alignment.
+    // The program header: PT_LOAD, readable and executable, then offset, addresses, sizes, alignment.
     let size = (TEXT + text.len()) as u64;
     file.extend([1, 0, 0, 0, 5, 0, 0, 0]);
     for value in [0, BASE, BASE, size, size, 0x1000] {
@@ -186,7 +188,7 @@ fn program(times: u32) -> Vec<u8> {
 /// Runs the program under `slat run`. Returns the nanoseconds of one exit.
 ///
 /// # Errors
-/// If the program cannot be made or run, or fails.
+/// If the program cannot be written or run, or fails.
 pub fn exits(slat: &Path, times: u32) -> Result<f64, Failure> {
     let mut file = MemoryFile::new()?;
     file.0.write_all(&program(times))?;

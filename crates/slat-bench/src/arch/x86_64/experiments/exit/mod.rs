@@ -1,4 +1,4 @@
-//! Exits: the time from entering `KVM_RUN` to its return, for each way in which a program can call slat.
+//! Measures exits: the time of a `KVM_RUN` that returns at once, for each way in which a program can call slat.
 
 mod loaded;
 
@@ -43,18 +43,18 @@ Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a 
     rows: Rows::Metrics,
 };
 
-/// The variable that tells this program, started under `slat run`, how many calls to measure.
+/// The environment variable that tells this program how many calls to measure, if it was started under `slat run`.
 pub(crate) const CLIENT: &str = "SLAT_BENCH_EXIT";
 
-/// The ways to call slat that this program can measure in its own process.
+/// The ways of calling slat that this program can measure in its own process.
 const WAYS: &[&str] = &["library", "dispatch"];
 const REWRITTEN: &str = "rewritten";
 const PAGE: usize = 4096;
 
-/// A guest that writes to a device for ever.
+/// A guest that writes to a device forever.
 struct Guest {
     vcpu: VcpuFd,
-    // These fields must be dropped after the vCPU.
+    // These fields are dropped after the vCPU, which needs them.
     _vm: VmFd,
     _memory: Box<[Aligned]>,
 }
@@ -70,7 +70,7 @@ impl Guest {
         const DEVICE: u16 = 0x2000;
         let vm = Kvm::new()?.create_vm()?;
         let mut memory = vec![Aligned([0; PAGE]); 4].into_boxed_slice();
-        // The guest's code: mov ax, 0x2000; mov ds, ax; mov [0], al; jmp to the third instruction.
+        // The guest's code: mov ax, 0x2000; mov ds, ax; mov [0], al; jmp to the third instruction (the write).
         let code = [0xb8, 0x00, 0x20, 0x8e, 0xd8, 0xa2, 0x00, 0x00, 0xeb, 0xfb];
         memory[CODE / PAGE].0[..code.len()].copy_from_slice(&code);
         let region = kvm_userspace_memory_region {
@@ -98,15 +98,15 @@ impl Guest {
         })
     }
 
-    /// Enters the guest `times` times. Returns the nanoseconds of one entry and exit.
+    /// Enters the guest `times` times, calling slat in the way `way`. Returns the nanoseconds of one entry and exit.
     fn exits(&self, way: &str, times: u32) -> Result<f64, Failure> {
         let vcpu = self.vcpu.as_raw_fd() as usize;
         let begin = Instant::now();
         for _ in 0..times {
             let answer = match way {
-                // SAFETY: the descriptor is a vCPU's, and the request has no argument.
+                // SAFETY: the descriptor is that of a vCPU, and the request has no argument.
                 "dispatch" => unsafe { call(libc::SYS_ioctl, [vcpu, KVM_RUN as usize, 0]) },
-                // SAFETY: the descriptor is a vCPU's, and the request has no argument.
+                // SAFETY: the descriptor is that of a vCPU, and the request has no argument.
                 _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN as libc::Ioctl, 0) as isize },
             };
             if answer != 0 {
@@ -117,13 +117,13 @@ impl Guest {
     }
 }
 
-/// Makes a system call with an instruction of this program, not of the C library.
+/// Makes a system call by an instruction of this program, not of the C library.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// The caller fulfils the conditions of the system call.
 unsafe fn call(number: i64, [a, b, c]: [usize; 3]) -> isize {
     let answer;
-    // SAFETY: the caller promises what the call requires; the kernel clobbers RCX and R11 only.
+    // SAFETY: the caller fulfils the conditions of the system call. The kernel overwrites only RCX and R11.
     unsafe {
         asm!(
             "syscall",
@@ -139,7 +139,7 @@ unsafe fn call(number: i64, [a, b, c]: [usize; 3]) -> isize {
     answer
 }
 
-/// Calls getppid `times` times. Returns the nanoseconds of one call.
+/// Makes `times` getppid calls in the way `way`. Returns the nanoseconds of one call.
 fn calls(way: &str, times: u32) -> f64 {
     let begin = Instant::now();
     for _ in 0..times {
@@ -154,8 +154,8 @@ fn calls(way: &str, times: u32) -> f64 {
     begin.elapsed().as_nanos() as f64 / f64::from(times)
 }
 
-/// Measures all ways to call slat, in the process that was started for this. Returns a line for each: case, way,
-/// nanoseconds.
+/// Measures all ways of calling slat, in a process that an experiment has started for this purpose. Returns one line
+/// for each measurement: case, way, nanoseconds.
 ///
 /// # Errors
 /// KVM's errors. It is also an error if the value of [`CLIENT`] is not a number of calls.

@@ -1,4 +1,4 @@
-//! The experiment about memslots, including the measurement that needs a guest.
+//! The experiment about memslots on x86-64, which also has a measurement with a guest.
 
 mod program;
 
@@ -13,7 +13,7 @@ use crate::report::{Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure};
 
-/// The experiment with both measurements: on the engine alone, and with a guest.
+/// The experiment with both measurements: one on the engine alone, and one with a guest.
 pub const EXPERIMENT: Experiment = Experiment {
     run,
     ..memslots::EXPERIMENT
@@ -42,7 +42,8 @@ fn program(
 ) -> Result<(), Failure> {
     let budget = Duration::from_millis(bench.size.pick(1, 30, 200));
     let rounds = bench.size.pick(1, 3, 5);
-    // A KVM that is an interpreter needs seconds for each pass through 512 MiB.
+    // If a KVM is an interpreter, each pass through 512 MiB takes seconds. So the case `Rw` is measured on a real KVM
+    // only at the full size.
     let variants = match case {
         Case::Rw if bench.size != Size::Full => vec![SLAT],
         _ => bench.guests.with_kvm(&[SLAT]),
@@ -64,7 +65,7 @@ mod tests {
 
     #[test]
     fn the_program_is_measured_in_each_case() {
-        // The run itself checks what the guest wrote.
+        // `run` itself checks what the guest has written.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(10);

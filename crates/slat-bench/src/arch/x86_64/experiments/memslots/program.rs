@@ -1,5 +1,6 @@
-//! The cases of [`crate::experiments::memslots`] as a KVM program: a running guest, calls that change memslots, and
-//! madvise on the guest's memory. Measures how long the program waits, on slat and on a real KVM.
+//! Measures the cases of [`crate::experiments::memslots`] in a KVM program. While a guest runs, the program changes
+//! memslots, or calls madvise on the guest's memory. The measurement is the time for which the program waits, on slat
+//! and on a real KVM.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,7 +14,7 @@ use crate::experiments::memslots::Case;
 use crate::experiments::memslots::layout::{Layout, gpa};
 use crate::report::median;
 
-/// The value that the guest writes.
+/// The value that the guest writes to its pages.
 const VALUE: u32 = 0x51a7;
 const WORDS: usize = PAGE as usize / 8;
 
@@ -29,8 +30,8 @@ fn slot(layout: Layout, memory: &Memory, index: u64) -> Slot<'_> {
     }
 }
 
-/// Returns the pages whose contents are checked. In the case `Setup`, only the last 16 MiB are checked, because a
-/// guest of an interpreting KVM needs seconds to write all pages.
+/// Returns the pages whose contents are checked. In the case `Setup`, only the last 16 MiB are checked: if the KVM is
+/// an interpreter, its guest needs seconds to write all pages.
 fn checked(case: Case, layout: &Layout) -> Range<u64> {
     let area = layout.area();
     match case {
@@ -50,7 +51,7 @@ pub(super) fn measure<A: Api>(
     memory: &Memory,
     budget: Duration,
 ) -> Result<f64, Failure> {
-    // The addresses after the memslots are free for the memslot that moves.
+    // The addresses after the memslots are free, for the memslot that moves.
     let mut machine = Machine::new(api, 1, DATA + 2 * layout.pages() * PAGE)?;
     machine.touch_system()?;
     let began = Instant::now();
@@ -77,7 +78,7 @@ pub(super) fn measure<A: Api>(
                 words,
             )
         }
-        // Writes once to each checked page.
+        // The guest writes once to each checked page.
         Case::Setup => turns(gpa(area.start), gpa(area.start), all),
     };
     let host = Host {
@@ -86,7 +87,7 @@ pub(super) fn measure<A: Api>(
         memory,
         turns: Turns::new(memory.words()),
     };
-    // While the memslot is deleted, the guest's writes to it have no effect.
+    // While the memslot is deleted, writes to it are MMIO, which the program ignores.
     let gone = slot(layout, memory, layout.moved());
     let gone = gone.gpa..gone.gpa + gone.size;
     let device = |_, exit: VcpuExit<'_>| match exit {
@@ -105,8 +106,8 @@ pub(super) fn measure<A: Api>(
     }
     Ok(match case {
         Case::Setup => setup.as_secs_f64(),
-        // Guest and host take turns. A sample in which either lost its processor is meaningless, so the median is
-        // used.
+        // Guest and host take turns. If one of them loses its processor during a sample, the sample is meaningless, so
+        // the median is used.
         _ => median(&times),
     })
 }
@@ -119,7 +120,7 @@ struct Host<'m> {
 }
 
 impl<'m> Host<'m> {
-    /// Returns how many times, at least, the guest writes its pages in one operation.
+    /// Returns how many times, at least, the guest must have written its pages in one operation.
     fn passes(&self) -> u64 {
         match self.case {
             Case::MoveActive | Case::MoveInactive | Case::Setup => 0,

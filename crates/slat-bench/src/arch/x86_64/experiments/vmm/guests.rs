@@ -6,17 +6,17 @@ use crate::Linux;
 use crate::arch::x86_64::machine::Failure;
 use crate::arch::x86_64::qemu::{Payload, Qemu};
 
-/// The goal for the processor time of a boot after the first, as a share of the first boot's time: the code of the
-/// first boot is known.
+/// The goal for the processor time of a later boot, as a share of the first boot's time. Later boots execute code that
+/// slat has already compiled.
 pub const AGAIN: f64 = 0.6;
 
-/// The first guest. Its devices are measured, too.
+/// The name of the first guest. Its devices are measured, too.
 pub const LINUX: &str = "linux";
 
-/// A guest. Its files are among the materials.
+/// A Linux guest. Its files are among the materials, which `conformance/vmm/materials` prepares.
 pub struct Guest {
     pub case: &'static str,
-    /// The argument that makes `conformance/vmm/materials` prepare the guest's files; empty for the usual files.
+    /// The argument with which `conformance/vmm/materials` prepares the guest's files. Empty for the usual files.
     pub what: &'static str,
     kernel: &'static str,
     initrd: &'static str,
@@ -24,16 +24,16 @@ pub struct Guest {
     system: Option<&'static str>,
     /// The guest's tasks, in the order in which they are run.
     pub works: &'static [Work],
-    /// The metrics of the boots that follow the tasks. Before each of these boots the guest resets its machine.
+    /// The metrics of the boots after the tasks. Before each of these boots, the guest resets its machine.
     pub again: &'static [&'static str],
-    /// The goal for the processor time until the shell is ready, as a share of the time on QEMU's own software CPU. The
-    /// goal for later boots is [`AGAIN`].
+    /// The goal for the processor time until the shell is ready, as a share of the time on QEMU's own software CPU. For
+    /// later boots, the goal is [`AGAIN`].
     pub boot: f64,
     /// The goal for the processor time of all tasks together, as a share of the time on QEMU's own software CPU.
     pub together: f64,
 }
 
-/// A task of the guest's shell, whose processor time is measured.
+/// A command that the guest's shell runs, and whose processor time is measured.
 pub struct Work {
     pub metric: &'static str,
     pub command: &'static str,
@@ -59,7 +59,7 @@ pub const GUESTS: &[Guest] = &[
     Guest {
         case: LINUX,
         what: "",
-        // QEMU enters this kernel at Xen's PVH entry point, so the kernel does not have to be unpacked.
+        // QEMU enters this kernel at Xen's PVH entry point, so the kernel need not be unpacked.
         kernel: "vmlinux",
         initrd: "initrd",
         system: None,
@@ -72,7 +72,7 @@ pub const GUESTS: &[Guest] = &[
         boot: 0.7,
         together: 0.6,
     },
-    // The tasks are short, and most of them execute code for the first time.
+    // The tasks of this guest are short, and most of their code is executed for the first time.
     Guest {
         case: "short",
         what: "",
@@ -133,7 +133,7 @@ pub const GUESTS: &[Guest] = &[
                 0.9,
                 "gcc -O2 -o /tmp/crypto crypto.c -lcrypto",
             ),
-            // The previous task made this file.
+            // The task before has made this file.
             work("ecdsa_cpu_seconds", 0.9, "/tmp/crypto ecdsa-p256 2000"),
             work("x25519_cpu_seconds", 0.9, "/tmp/crypto x25519 5000"),
             work("rsa_cpu_seconds", 0.9, "/tmp/crypto rsa-2048 400"),
@@ -167,14 +167,14 @@ impl Guest {
             .flatten()
     }
 
-    /// Starts the guest. The guest gets `disk` unless it has a disk of its own.
+    /// Starts the guest. If the guest has no disk of its own, it gets `disk`.
     pub fn start(&self, linux: &Linux, on_slat: bool, disk: &Path) -> Result<Qemu, Failure> {
         let material = |name| linux.materials.join(name);
         let payload = Payload {
             kernel: material(self.kernel),
             initrd: material(self.initrd),
             disk: self.system.map_or_else(|| disk.to_owned(), material),
-            // With this argument, the init program starts the system that is on the disk.
+            // This argument makes the init program start the system on the disk.
             arguments: self.system.map_or("", |_| "system=/dev/vda"),
             reboots: !self.again.is_empty(),
         };

@@ -1,4 +1,4 @@
-//! Eventfd signals that interrupt a vCPU, as when a device tells its driver that work is done.
+//! Measures eventfd signals that interrupt a vCPU, as when a device tells its driver that work is done.
 
 use std::arch::x86_64::_rdtsc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -19,22 +19,22 @@ use crate::rounds::Bench;
 pub const CASE: &str = "irqfd/running";
 pub const NS_MEDIAN: &str = "ns_median";
 pub const NS_P99: &str = "ns_p99";
-/// A variant without a guest: one thread waits for the eventfd, another one computes like a vCPU. This measures how
-/// long the kernel takes to wake a thread.
+/// The variant without a guest: one thread waits for the eventfd, and another thread computes, as a vCPU would. This
+/// variant measures how long the kernel takes to wake a thread.
 pub const THREAD: &str = "thread";
 
-/// A GSI above those of the I/O APIC's pins.
+/// The number of an interrupt (GSI) above those of the I/O APIC's pins.
 const GSI: u32 = 24;
-/// The time between two signals: long enough for all threads to sleep.
+/// The time between two signals. It is long enough for all threads to fall asleep.
 const PAUSE: Duration = Duration::from_micros(100);
-/// A time-out that is longer than any interrupt takes, even on a loaded machine.
+/// A time limit that is longer than any interrupt takes, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The time for which the guest's clock is compared with the host's.
 const COMPARISON: Duration = Duration::from_millis(20);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, times) = (bench.size.pick(1, 7, 21), bench.size.pick(10, 500, 2_000));
-    // The two KVMs have an eventfd each, because a KVM that reads a signal clears the eventfd.
+    // Each of the two KVMs has its own eventfd, because a KVM that reads a signal clears the eventfd.
     let (event, kvm_event) = (EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?);
     let data = Memory::new(PAGE as usize, PAGE as usize, Pages::Small)?;
     let mut slat = prepare(&bench.guests.slat, &event, &data)?;
@@ -67,7 +67,7 @@ fn prepare<'m, A: Api>(
     Ok(machine)
 }
 
-/// The words that the guest writes, each in a cache line of its own.
+/// The words that the guest writes, each in its own cache line.
 struct Words<'m> {
     stop: &'m AtomicU64,
     clock: &'m AtomicU64,
@@ -98,7 +98,7 @@ impl<'m> Words<'m> {
     }
 }
 
-/// Measures the times from a signal to the handler's write.
+/// Measures the times from a signal to the write by the guest's interrupt handler.
 fn interrupt<A: Api>(
     machine: &mut Machine<'_, A>,
     event: &EventFd,
@@ -132,7 +132,7 @@ fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
             }
         });
         let waiter = scope.spawn(|| {
-            // The last signal ends this loop: `count` is set to `times` before that signal.
+            // The last signal ends this loop, because `count` is set to `times` before that signal.
             while count.load(SeqCst) <= times {
                 event.read()?;
                 stamp.store(host_clock(), SeqCst);
@@ -164,9 +164,10 @@ fn samples(mut ticks: Vec<f64>, khz: u32) -> Vec<Sample> {
     ]
 }
 
-/// Signals `event` `times` times. Returns, for each signal, the time-stamp counter ticks from the signal to the value
-/// of `stamp`, whose clock is `ahead` of the host's. The receiver writes `stamp` first and then increments `count`.
-/// This thread sleeps while it waits, so that a processor is free for the threads that deliver the signal.
+/// Signals `event` `times` times. Returns for each signal the number of time-stamp counter ticks from the signal to the
+/// receiver's stamp. The receiver writes its time to `stamp` and then increments `count`. Its clock is `ahead` ticks
+/// ahead of the host's. This thread sleeps while it waits, so that a processor is free for the threads that deliver the
+/// signal.
 fn signal(
     event: &EventFd,
     count: &AtomicU64,
@@ -193,9 +194,9 @@ fn signal(
 }
 
 /// Returns by how many ticks the guest's time-stamp counter is ahead of the host's. The guest writes its counter to
-/// memory all the time; this function compares that word with the host's counter many times, and uses the freshest
-/// word. The result is too small by the age of that word, some dozen nanoseconds at most; measured latencies are too
-/// long by as much.
+/// memory all the time. This function reads that word many times, compares it with the host's counter, and uses the
+/// most recent word. That word is some dozen nanoseconds old at most. The result is too small by this age, so measured
+/// latencies are too long by this age.
 fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
     wait_until(|| words.clock.load(SeqCst) != 0)?;
     let first = words.clock.load(SeqCst).wrapping_sub(host_clock());
@@ -211,6 +212,6 @@ fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
 }
 
 fn host_clock() -> u64 {
-    // SAFETY: every x86-64 processor has RDTSC.
+    // SAFETY: every x86-64 processor has the instruction RDTSC.
     unsafe { _rdtsc() }
 }

@@ -1,4 +1,4 @@
-//! Guest writes that signal an eventfd, as when a driver tells its device that there is work.
+//! Measures guest writes that signal an eventfd, as when a driver tells its device that there is work.
 
 use std::os::fd::AsRawFd;
 use std::thread;
@@ -15,17 +15,17 @@ use crate::report::{Sample, Unit};
 use crate::rounds::{Bench, fastest};
 
 pub const NS_PER_KICK: &str = "ns_per_kick";
-/// The program receives the exit and signals the eventfd itself.
+/// The variant in which the program gets the exit, and signals the eventfd itself.
 pub const EXIT: &str = "exit";
-/// KVM signals the eventfd.
+/// The variant in which KVM signals the eventfd.
 pub const IOEVENTFD: &str = "ioeventfd";
-/// There is no guest: a thread signals the eventfd repeatedly.
+/// The variant without a guest: a thread signals the eventfd repeatedly.
 pub const WRITE: &str = "write";
 
-/// Each case's name, and whether a device thread waits for the eventfd.
+/// The name of each case, and whether a device thread waits for the eventfd.
 pub const CASES: [(&str, bool); 2] = [("kick/unread", false), ("kick/read", true)];
 
-/// The number of runs; the shortest time counts.
+/// The number of runs. The result is the shortest time.
 const RUNS: usize = 5;
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -87,8 +87,8 @@ fn write(event: &EventFd, times: u64) -> Result<Duration, Failure> {
     Ok(thread_time() - began)
 }
 
-/// Calls `signal`, which signals `event` `times` times. Returns the time of one signal. Checks that every signal was
-/// counted.
+/// Calls `signal`, which must signal `event` `times` times. Returns the time of one signal. Checks that the eventfd has
+/// counted every signal.
 fn kick(
     event: &EventFd,
     is_read: bool,
@@ -119,8 +119,7 @@ fn kick(
     )])
 }
 
-/// Waits for `event`, as a device's thread does, and reads it, until `stop` is signalled. Returns
-/// the number of signals.
+/// Waits for `event` and reads it, as a device's thread does, until `stop` is signalled. Returns the number of signals.
 fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     let wait = |fd: &EventFd| libc::pollfd {
         fd: fd.as_raw_fd(),

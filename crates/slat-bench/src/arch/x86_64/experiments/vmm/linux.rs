@@ -1,4 +1,4 @@
-//! Linux guests under an unmodified QEMU: their boot, and the tasks that they run afterwards.
+//! Measures Linux guests under an unmodified QEMU: their boot, and the tasks that they run afterwards.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,14 +16,14 @@ use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 
 const BOOT: &str = "boot_cpu_seconds";
-/// The metric: processor seconds of all tasks together.
+/// The metric for all tasks together, in processor seconds.
 const WORKS: &str = "works_cpu_seconds";
 const IDLE: &str = "idle_share_of_core";
 const READ: &str = "read_bytes_per_s";
-/// QEMU's own software CPU.
+/// The variant on QEMU's own software CPU.
 const TCG: &str = "tcg";
 
-/// The time to wait after the boot, while the guest is still busy.
+/// The time to wait after the boot, because the guest is still busy then.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -61,7 +61,8 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the version of QEMU if all files exist. Otherwise the error says which file is missing, and how to get it.
+/// Returns the version of QEMU, if QEMU and all files of the guest exist. Otherwise the error says what is missing, and
+/// how to get it.
 fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     let directory = linux.materials.display();
     let command = [
@@ -83,7 +84,7 @@ fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     }
 }
 
-/// Measures the boot, the tasks, and the boots after the tasks. Calls `add` with each sample.
+/// Measures the first boot, the tasks, and the later boots. Calls `add` with each sample.
 fn work(guest: &Guest, qemu: &mut Qemu, add: &mut dyn FnMut(Sample)) -> Result<(), Failure> {
     qemu.boot()?;
     add(Sample::seconds(BOOT, qemu.cpu_time()?));
@@ -105,8 +106,8 @@ fn work(guest: &Guest, qemu: &mut Qemu, add: &mut dyn FnMut(Sample)) -> Result<(
     Ok(())
 }
 
-/// Measures how much processor time the idle guest uses in `time`, and then the guest's reads of `disk`. Calls `add`
-/// with each sample.
+/// Measures how much processor time the idle guest uses in `time`. Then measures the guest's reads of `disk`. Calls
+/// `add` with each sample.
 fn devices(
     qemu: &mut Qemu,
     time: Duration,
@@ -124,7 +125,7 @@ fn devices(
     Ok(())
 }
 
-/// Returns the comparisons of all guests, in the order in which the guests are measured.
+/// Returns the comparisons of all guests, in the order in which they are measured.
 pub fn compare(report: &Report) -> Vec<Line> {
     let mut lines = Vec::new();
     for guest in GUESTS {
@@ -147,7 +148,7 @@ pub fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// A file on the host that serves as a disk. The host has the file in its page cache.
+/// A file on the host that is a guest's disk. The host has the file's contents in its page cache.
 struct Disk {
     file: TemporaryFile,
     bytes: u64,
@@ -166,7 +167,7 @@ impl Disk {
 
 fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
     let mut file = File::create(path)?;
-    // The content has neither holes nor zeroes, because QEMU may treat these specially.
+    // The contents have no holes and no zero blocks, because QEMU may treat these specially.
     let block: Vec<u8> = (0..1 << 20)
         .map(|index: u32| (index >> 4) as u8 | 1)
         .collect();

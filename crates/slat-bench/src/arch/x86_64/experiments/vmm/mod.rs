@@ -1,4 +1,4 @@
-//! The costs that a VMM sees: signals of its devices, and Linux under QEMU.
+//! Measures the costs that a VMM sees: the signals of its devices, and Linux under QEMU.
 
 mod guests;
 mod irqfd;
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn every_kick_and_every_interrupt_is_heard_at_a_tiny_size() {
-        // `run` itself counts the signals.
+        // `run` itself checks the number of signals.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
