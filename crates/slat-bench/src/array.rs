@@ -1,31 +1,31 @@
-//! The rival of the memslots experiment: a memory system that keeps its memslots in one array, as KVM
-//! did up to Linux 5.16.
+//! The rival of slat in the memslots experiment: a memory system that keeps its memslots in one array, as KVM did up to
+//! Linux 5.16.
 //!
-//! The array is sorted by guest frame. Every change copies all of it, because readers use the old array meanwhile. A
-//! look-up by guest frame first checks the memslot found last, and then searches by bisection. A look-up by backing
-//! address scans all of the array. For a look-up by id there is an index.
+//! The array is sorted by guest frame. Every change copies the whole array, because readers may still use the old one.
+//! A look-up by guest frame first checks the memslot that was found last, and then searches by bisection. A look-up by
+//! backing address scans the whole array. For a look-up by id there is an index.
 //!
-//! # Why this is a fair race
+//! # Why this is a fair comparison
 //! Only the code for memslots belongs to the rival. All other code is slat's own: tables, walks, flushes, the
-//! installation of a leaf. The rival's engine has one memslot that covers all guest memory, so that looking up the
-//! engine's own memslots costs nothing. The rival zaps translations by [`slat::Vm::zap`]. So both sides do the same
-//! operations on the same tables, and differ only in how they find and change a memslot:
+//! installation of a leaf. The rival uses slat's engine with one memslot that covers all guest memory, so that looking
+//! up the engine's own memslot costs nearly nothing. The rival zaps translations by [`slat::Vm::zap`]. So slat and the
+//! rival do the same operations on the same tables, and differ only in how they find and change a memslot:
 //!
-//! * a *fault* costs the rival its own search and then slat's fault, which looks up the covering memslot once more.
-//!   That look-up is cheap, because slat remembers the memslot. To be fair, slat's side makes the same look-up once
-//!   more after each fault ([`crate::experiments::memslots`]);
-//! * an *invalidation* costs the rival one scan at its begin (KVM made a second scan at its end), the count of
-//!   invalidations in progress, which the engine counts as well, and the same zap and flush;
+//! * a *fault* costs the rival its own search and then slat's fault, which also looks up the covering memslot. That
+//!   look-up is cheap, because slat remembers the memslot. To be fair, when slat is measured, the same look-up is made
+//!   once more after each fault ([`crate::experiments::memslots`]);
+//! * an *invalidation* costs the rival one scan of the array at its beginning (KVM made a second scan at its end), the
+//!   counting of invalidations in progress, as in the engine, and the same zap and flush;
 //! * a *change* costs the rival the same checks and one copy. Deleting or moving a memslot also costs the same zap
 //!   and flush.
 //!
-//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two of
-//! a memslot that moves); a copy reuses the array of the previous change, so that it causes no page faults; the index
-//! by id is not copied; an invalidation takes one uncontended lock in order to read, and a fault none; no change waits
-//! for readers.
+//! Every choice favours the rival. A memslot has 32 bytes (KVM's were larger). A change makes one copy (KVM made two
+//! copies to move a memslot). A copy reuses the memory of the array before the last change, so that it causes no page
+//! faults. The index by id is not copied. To read the array, an invalidation takes one uncontended lock, and a fault
+//! takes none. No change waits for readers.
 //!
-//! One thread at a time drives the rival. Only the engine orders faults and invalidations of several threads, which
-//! costs the rival nothing.
+//! Only one thread at a time uses the rival. Faults and invalidations of several threads would be ordered only by the
+//! engine, so the rival itself spends no time on this.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -47,7 +47,7 @@ struct Slot {
     flags: SlotFlags,
 }
 
-// The published comparison counts an array with elements up to this size as a fair rival.
+// The published comparison accepts an array as a fair rival if its elements have at most this size.
 const _: () = assert!(size_of::<Slot>() <= 64);
 
 impl Slot {
@@ -71,10 +71,10 @@ impl Slot {
     }
 }
 
-/// The memslots as of one moment. Readers use a set while a writer makes the next one.
+/// The memslots at one moment. Readers may use one set while a writer makes the next set.
 #[derive(Clone, Default)]
 struct Set {
-    /// The slots, sorted by `base`, without overlap.
+    /// The slots, sorted by `base`. They do not overlap.
     slots: Vec<Slot>,
     generation: u64,
 }
@@ -85,14 +85,14 @@ impl Set {
         self.slots.partition_point(|slot| slot.base < base)
     }
 
-    /// Returns the index of the slot that holds `gfn`.
+    /// Returns the index of the slot that contains `gfn`.
     fn find(&self, gfn: u64) -> Option<usize> {
         let place = self.slots.partition_point(|slot| slot.base <= gfn);
         let place = place.checked_sub(1)?;
         self.slots[place].holds(gfn).then_some(place)
     }
 
-    /// Returns a slot other than `except` with a page in `gfns`.
+    /// Returns a slot that has a page in `gfns`. Ignores the slot with the id `except`.
     fn overlap(&self, gfns: &Range<u64>, except: u32) -> Option<&Slot> {
         let first = self.slots.partition_point(|slot| slot.end() <= gfns.start);
         self.slots[first..]
@@ -108,11 +108,11 @@ impl Set {
             .filter_map(move |slot| slot.gfns_backed_by(range))
     }
 
-    /// Makes `self` a copy of `old` without the slot at index `leaves`, and with the new slot `comes`.
+    /// Makes `self` a copy of `old`, without the slot at index `leaves`, and with the new slot `comes` added.
     fn copy_with(&mut self, old: &Set, leaves: Option<usize>, comes: Option<Slot>) {
         self.slots.clear();
         self.slots.reserve(old.slots.len() + 1);
-        // Moves all elements between the two indices in one copy.
+        // All elements between the two indices move together, in one copy.
         let gap = leaves.unwrap_or(old.slots.len());
         let after = leaves.map_or(old.slots.len(), |leaves| leaves + 1);
         let (before, after) = (&old.slots[..gap], &old.slots[after..]);
@@ -143,9 +143,9 @@ impl Set {
 /// State that only changes of memslots use.
 #[derive(Default)]
 struct Writer {
-    /// For each id, the slot's first frame, or [`NOWHERE`].
+    /// The first frame of the slot with each id, or [`NOWHERE`].
     base: Vec<u64>,
-    /// The array that the last change has replaced. The next change reuses its memory.
+    /// The array before the last change. The next change reuses its memory.
     spare: Option<Arc<Set>>,
 }
 
@@ -197,18 +197,18 @@ pub struct ArrayVm {
     writer: Mutex<Writer>,
     in_progress: InProgress,
     /// The number of invalidations that have ended, like the engine's invalidation sequence (KVM:
-    /// `mmu_invalidate_seq`). The rival never needs this counter, because one thread makes both the faults and the
-    /// invalidations. The counter exists so that the cost of counting is measured.
+    /// `mmu_invalidate_seq`). The rival does not need this counter, because one thread makes both the faults and the
+    /// invalidations. The counter exists so that the measured times include counting.
     sequence: AtomicU64,
 }
 
-/// Locks `mutex`. Only a bug in this file can poison a lock.
+/// Locks `mutex`. The lock can be poisoned only by a bug in this file.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ArrayVm {
-    /// The number of frames of the covering memslot. No array slot may reach beyond them.
+    /// The number of frames of the covering memslot. All slots in the array must lie within these frames.
     const COVERED: u64 = 1 << 30;
 
     /// Creates a VM without memslots. Every memslot that is added later must back guest address `gpa` by the address
@@ -239,7 +239,7 @@ impl ArrayVm {
     /// Like [`ArrayVm::new`], but creates a memslot for each of `regions` in a single change.
     ///
     /// # Errors
-    /// The errors of [`ArrayVm::set_memory_region`]. It is also an error if `regions` do not ascend.
+    /// The errors of [`ArrayVm::set_memory_region`]. It is also an error if `regions` are not in ascending order.
     pub fn with_slots(displacement: u64, regions: &[Region]) -> Result<Arc<Self>, RegionError> {
         let vm = Self::empty(displacement);
         let mut set = Set::default();
@@ -266,7 +266,7 @@ impl ArrayVm {
         self.current.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the counts of the VM's engine.
+    /// Returns the counters of the VM's engine.
     pub fn stats(&self) -> Stats {
         self.engine.stats()
     }
@@ -275,7 +275,7 @@ impl ArrayVm {
     /// 0 deletes the memslot.
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed.
+    /// [`RegionError`]. Then nothing has changed.
     pub fn set_memory_region(&self, region: &Region) -> Result<(), RegionError> {
         let mut writer = lock(&self.writer);
         let now = self.current().clone();
@@ -291,7 +291,7 @@ impl ArrayVm {
         match Arc::get_mut(&mut copy) {
             Some(set) => set.copy_with(&now, old, new),
             None => {
-                // A reader still uses the spare array, so a new one is made.
+                // A reader still uses the spare array, so a new array is made.
                 let mut set = Set::default();
                 set.copy_with(&now, old, new);
                 copy = Arc::new(set);
@@ -328,7 +328,7 @@ impl ArrayVm {
         }
     }
 
-    /// Creates a CPU of this VM, outside a reader section.
+    /// Creates a CPU of this VM. The CPU is outside a reader section.
     pub fn create_vcpu(self: &Arc<Self>) -> ArrayVcpu {
         ArrayVcpu {
             vm: self.clone(),
@@ -344,7 +344,8 @@ impl ArrayVm {
 pub struct ArrayInvalidation<'a> {
     vm: &'a ArrayVm,
     range: Range<Hva>,
-    /// Whether a slot used the range when the invalidation began. If none did, the end has nothing to do.
+    /// Whether a slot used the range when the invalidation began. If not, the end of the invalidation has nothing to
+    /// do.
     used: bool,
 }
 
@@ -361,9 +362,9 @@ impl Drop for ArrayInvalidation<'_> {
 pub struct ArrayVcpu {
     vm: Arc<ArrayVm>,
     engine: Vcpu<Bare, Ept>,
-    /// The slots as of the last look-up.
+    /// The set of slots that the last look-up used.
     set: Arc<Set>,
-    /// Index of the slot found last.
+    /// The index of the slot that was found last.
     recent: usize,
 }
 
@@ -378,7 +379,8 @@ impl ArrayVcpu {
         self.engine.leave();
     }
 
-    /// Translates `gpa` when no leaf allows the access: looks up the slot in the array, and calls the engine's fault.
+    /// Translates `gpa` after a walk has found no leaf that allows the access. Looks up the slot in the array, and
+    /// calls the engine's fault.
     ///
     /// # Errors
     /// [`Stop`].
@@ -400,7 +402,7 @@ impl ArrayVcpu {
         self.engine.translate(gpa, access)
     }
 
-    /// Translates `gpa` through a mapped leaf. This needs no slot.
+    /// Translates `gpa` by a leaf that the tables have. No slot is looked up.
     ///
     /// # Errors
     /// [`Stop`].
@@ -410,7 +412,7 @@ impl ArrayVcpu {
     }
 }
 
-/// If the rules allow the change `region`, returns the slot that replaces `old`.
+/// Checks the change `region` by KVM's rules. Returns the slot that replaces `old`.
 fn check(set: &Set, region: &Region, old: Option<&Slot>) -> Result<Option<Slot>, RegionError> {
     let known = (SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY).0;
     if region.flags.0 & !known != 0 {
@@ -489,7 +491,7 @@ mod tests {
             let base = random(&mut seed) % PAGES;
             let change = match (model.get(&id), random(&mut seed) % 3) {
                 (Some(_), 0) => region(id, 0, 0),
-                // A move keeps the backing.
+                // A move does not change the backing.
                 (Some(old), _) => (*old).with_gpa(Gpa(base << PAGE_SHIFT)),
                 (None, _) => region(id, base, 1 + random(&mut seed) % 12),
             };

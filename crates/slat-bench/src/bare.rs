@@ -1,7 +1,7 @@
-//! The engine alone: a platform whose host memory is always resident.
+//! The engine without guests, on a platform whose host memory is always resident.
 //!
-//! On this platform, all measured time is the memory system's own: the host neither allocates, zeroes nor unmaps a
-//! page, and no guest instruction is executed. As for a VM in userspace, slat-host allocates the tables' frames.
+//! On this platform, all measured time is spent in the memory system: the host does not allocate, zero or unmap pages,
+//! and no guest instruction is executed. As for a VM in userspace, slat-host allocates the tables' frames.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -19,10 +19,11 @@ pub const PAGE: u64 = slat::PAGE_SIZE;
 /// The guest address of the memory that an experiment measures.
 pub const DATA: u64 = 4 << 30;
 
-/// A platform whose host memory has physical addresses equal to its backing addresses. The memory is never accessed.
+/// A platform whose host memory has physical addresses equal to its backing addresses. The memory itself is never
+/// accessed.
 pub struct Bare {
     frames: Frames,
-    /// Size of the pages by which the host maps the memory.
+    /// The size of the pages by which the host maps the memory.
     level: Level,
 }
 
@@ -48,7 +49,7 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
     vm
 }
 
-/// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
+/// Returns the region that sets memslot `slot` to `pages` pages at `gpa`, backed by the memory at `backing`.
 pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << PAGE_SHIFT, Hva(backing))
 }
@@ -84,7 +85,8 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
-        // SAFETY: the caller promises that the frame is from this platform and is freed once, as `free` requires.
+        // SAFETY: the caller promises that this platform has allocated the frame and that the frame is freed once, as
+        // `free` requires.
         unsafe { self.frames.free(&[frame]) }
     }
 
@@ -93,7 +95,8 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
-        // SAFETY: the caller promises that the frames are from this platform and are freed once, as `free` requires.
+        // SAFETY: the caller promises that this platform has allocated the frames and that each is freed once, as
+        // `free` requires.
         unsafe { self.frames.free(frames) }
     }
 

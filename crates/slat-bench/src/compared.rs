@@ -1,5 +1,5 @@
-//! Comparisons for the report's tables. A line compares one metric of a case between two variants, called before and
-//! after.
+//! The lines of the report's tables. A line compares the values of one metric of a case for two variants, called before
+//! and after.
 
 use slat_kvm::report::grouped;
 
@@ -9,36 +9,36 @@ use crate::report::{Report, Unit};
 /// The name of a real KVM's variant in measurements.
 pub const REAL_KVM: &str = "kvm";
 
-/// A line of a table: the values of one metric of one case, before and after a change.
+/// A line of a table. It has the values of one metric of one case for two variants, before and after a change.
 #[derive(Clone, Debug)]
 pub struct Line {
     pub(crate) case: String,
     pub(crate) metric: &'static str,
     pub(crate) unit: Unit,
-    /// The variant and its value; `None` if the line compares nothing.
+    /// The variant that the line compares with, and its value. `None` if the line has only one variant.
     pub(crate) before: Option<(&'static str, f64)>,
     pub(crate) after: (&'static str, f64),
     pub(crate) change: Option<f64>,
-    /// The published relative change.
+    /// The relative change that was published.
     pub(crate) published: Option<f64>,
     pub(crate) limit: Option<(&'static str, f64)>,
     pub(crate) kvm: Option<f64>,
     goal: Option<Goal>,
 }
 
-/// A goal: the bound that a value is asked to meet.
+/// A goal for a value: a limit that the value must not exceed, or must reach.
 #[derive(Clone, Debug)]
 pub struct Goal {
     /// A short text of the goal.
     pub text: String,
     /// Whether the goal was reached.
     pub met: bool,
-    /// For a missed goal: which part of the value is the largest.
+    /// For a goal that was not reached, the part that dominates the value.
     pub(crate) why: Option<String>,
 }
 
 impl Goal {
-    /// Returns the goal's text with a mark in front that shows whether the goal was reached.
+    /// Returns the goal's text after a mark that shows whether the goal was reached.
     pub fn marked(&self) -> String {
         let mark = if self.met { '\u{2713}' } else { '\u{2717}' };
         format!("{mark} {}", self.text)
@@ -46,7 +46,7 @@ impl Goal {
 }
 
 impl Line {
-    /// Makes a line with `variant` alone; `None` if the variant was not measured.
+    /// Makes a line with only `variant`. `None`: the variant was not measured.
     pub fn of(
         report: &Report,
         experiment: &str,
@@ -69,7 +69,7 @@ impl Line {
         })
     }
 
-    /// Makes a line that compares `after` with `before`; `None` if one of them was not measured.
+    /// Makes a line that compares `after` with `before`. `None`: one of them was not measured.
     pub fn compare(
         report: &Report,
         experiment: &str,
@@ -87,7 +87,7 @@ impl Line {
         })
     }
 
-    /// Adds a limit, the best value that can be reached.
+    /// Adds a limit, which is the best value that is possible.
     pub fn with_limit(self, name: &'static str, value: Option<f64>) -> Self {
         Line {
             limit: value.map(|value| (name, value)),
@@ -95,7 +95,7 @@ impl Line {
         }
     }
 
-    /// Replaces the published change. By default, it is the one found for the case and the metric.
+    /// Replaces the published change. By default, that is the published change of the line's case and metric.
     pub fn with_published(self, change: Option<f64>) -> Self {
         Line {
             published: change,
@@ -142,7 +142,7 @@ impl Line {
         self.goal(format!("\u{2264} {factor}\u{d7} {name}"), met)
     }
 
-    /// Sets a goal with any text, and whether it was met.
+    /// Sets a goal with the text `text`. `met` tells whether it was reached.
     pub fn goal(self, text: String, met: bool) -> Self {
         let why = None;
         Line {
@@ -151,7 +151,7 @@ impl Line {
         }
     }
 
-    /// Sets the explanation of a missed goal: which part of the value is the largest.
+    /// Adds to a goal that was not reached the part that dominates the value.
     pub fn or_else(mut self, why: String) -> Self {
         if let Some(goal) = &mut self.goal {
             goal.why = Some(why);
@@ -159,7 +159,7 @@ impl Line {
         self
     }
 
-    /// Returns the goal, if there is one. The goal contains whether it was reached.
+    /// Returns the goal, if there is one. The goal also tells whether it was reached.
     pub fn asked(&self) -> Option<&Goal> {
         self.goal.as_ref()
     }
@@ -192,24 +192,24 @@ impl Line {
     }
 }
 
-/// The rows of an experiment's table.
+/// The meaning of a row in an experiment's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rows {
-    /// Each metric is a row, below a heading for its case. The columns compare variants.
+    /// A row is a metric of a case, under a heading with the case's name. The columns compare variants.
     Metrics,
-    /// Each case is a row, and each metric a column.
+    /// A row is a case. A column is a metric.
     Cases,
 }
 
-/// The table of [`Rows::Cases`].
+/// The table if rows are cases ([`Rows::Cases`]).
 pub(crate) struct Grid<'a> {
-    /// The heads of the columns.
+    /// The headings of the columns.
     pub(crate) head: Vec<&'a str>,
-    /// The cases, grouped by the first part of their names.
+    /// The cases, grouped by the first part of their name.
     pub(crate) families: Vec<(&'a str, Vec<GridRow<'a>>)>,
 }
 
-/// A row of a [`Grid`]: the rest of the case's name, the values, and the goal.
+/// A row of a [`Grid`]: the rest of the case's name, the values, and the goals.
 pub(crate) struct GridRow<'a> {
     pub(crate) cells: Vec<String>,
     pub(crate) goal: Option<&'a Goal>,
@@ -217,7 +217,7 @@ pub(crate) struct GridRow<'a> {
 
 impl<'a> Grid<'a> {
     pub(crate) fn new(lines: &'a [Line]) -> Self {
-        // The metrics, each with the variant that it is compared with, if any.
+        // The metrics, each with the variant with which it is compared, if there is one.
         let mut columns: Vec<(&'a str, Option<&'a str>)> = Vec::new();
         for line in lines {
             let before = line.before.map(|(variant, _)| (line.metric, Some(variant)));
@@ -227,7 +227,7 @@ impl<'a> Grid<'a> {
                 }
             }
         }
-        // The heads need no units, because the values show them.
+        // The headings have no units, because the values show them.
         let name = |(metric, before): &(&'a str, Option<&'a str>)| {
             before.unwrap_or_else(|| metric.trim_end_matches("_seconds"))
         };
@@ -250,7 +250,7 @@ impl<'a> Grid<'a> {
     }
 }
 
-/// Returns the text of a metric's value, or of the value of the variant that it is compared with. Returns an empty
+/// Returns the text of a metric's value, or of the value of the variant with which it is compared. Returns an empty
 /// text if there is no such value.
 fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     let line = case.iter().find(|line| line.metric == metric);
@@ -264,7 +264,7 @@ fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     value.unwrap_or_default()
 }
 
-/// Groups the lines of a table by heading. Returns, for each group, the columns of its heading row and its lines.
+/// Groups the lines of a table by heading. Returns for each group the columns of the heading, and the lines.
 pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
     lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
         let (case, before, after) = group[0].group();

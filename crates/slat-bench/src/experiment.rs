@@ -11,13 +11,13 @@ pub struct Experiment {
     pub name: &'static str,
     /// The subject of the experiment, in one line.
     pub title: &'static str,
-    /// The text that `--explain` prints: what is measured and why, in ten lines.
+    /// The text that `--explain` prints. In about ten lines it says what is measured, and why.
     pub explain: &'static str,
     /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,
-    /// Whether the VMs have no guests, so that their tables can be those of another architecture.
+    /// Whether the VMs have no guests. Then their tables can have the format of another architecture.
     pub(crate) any_tables: bool,
-    /// Measures the experiment.
+    /// Makes the measurements of the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
     /// Returns the lines of the table, with their goals.
     pub compare: fn(&Report) -> Vec<Line>,
@@ -25,11 +25,11 @@ pub struct Experiment {
     pub(crate) rows: Rows,
 }
 
-/// The policies of an experiment's VMs that a user can set.
+/// The policies that a user can set for an experiment's VMs.
 pub(crate) enum Settable {
-    /// The user can set no policy: the engine alone is measured, with the experiment's own policies.
+    /// None: the engine is measured without guests, with the experiment's own policies.
     None,
-    /// The user can set all policies except these, which the experiment sets itself.
+    /// All policies except those in the list, which the experiment itself sets.
     AllBut(&'static [&'static str]),
 }
 

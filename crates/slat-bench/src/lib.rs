@@ -1,26 +1,27 @@
-//! Measures the benefit of each mechanism of KVM's guest-memory system. One run measures each mechanism both on and
-//! off, with a real guest on slat's software CPU, and on a real `/dev/kvm` if it opens. The tables show published
-//! numbers beside the measured ones, and the distance to the limit.
+//! Measures the benefit of each mechanism of KVM's guest-memory system. One run measures with each mechanism switched
+//! on and switched off. Real guests run on slat's software CPU and, if `/dev/kvm` can be opened, on a real KVM. The
+//! tables show published numbers next to the measured ones, and how far the measured value is from the best possible
+//! value.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `arch` | the experiments with guests of the host's architecture |
-//! | `experiments` | the experiments without guests; one file each: set-up, timed operations, rows |
-//! | [`rounds`] | variants of a case measured in turns |
+//! | `experiments` | the experiments without guests; each file has set-up, timed operations, and rows |
+//! | [`rounds`] | measuring the variants of a case in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`maps`] | how guest memory is mapped, between the phases |
-//! | [`published`] | the references' numbers |
+//! | [`published`] | the published numbers |
 //! | [`compared`] | comparisons and their goals |
 //! | [`show`] | tables for people |
 //! | [`html`] | the tables as a page with charts |
-//! | [`bare`], [`mod@array`] | the engine alone; the rival, whose memslots are an array |
+//! | [`bare`], [`mod@array`] | the engine without guests; its rival, whose memslots are in an array |
 //! | `experiment`, `others` | the description of an experiment; the other programs that some experiments start |
 #![cfg(target_os = "linux")]
 
 mod arch;
-// The rival is public so that its documentation can refer to the private experiment that uses it.
+// The module is public so that its documentation can refer to the private experiment that uses it.
 #[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
@@ -45,7 +46,7 @@ pub use slat_demo::Failure;
 
 use rounds::Bench;
 
-/// Returns the names of the experiments that need a guest and that are missing here, because slat runs no guests of
+/// Returns the names of the experiments that this build lacks, because they need a guest and slat runs no guests of
 /// this architecture yet.
 pub fn missing() -> Vec<&'static str> {
     let names = experiments::WITH_GUESTS.iter().copied();
@@ -54,16 +55,16 @@ pub fn missing() -> Vec<&'static str> {
         .collect()
 }
 
-/// Runs experiments, except their parts that need other programs.
+/// Runs experiments, except the parts that need other programs.
 ///
 /// # Errors
-/// If a guest did not do its work, or the set-up failed.
+/// If a guest has not done its work, or the set-up has failed.
 pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], but includes the parts that need other programs. If their files are missing, a note in the report
-/// says so.
+/// Like [`run`], but includes the parts that need other programs. If the files for such a part are missing, a note in
+/// the report says so.
 ///
 /// # Errors
 /// The errors of [`run`].

@@ -1,4 +1,4 @@
-//! Records how a guest's memory is mapped between two phases of an experiment.
+//! Reads how a guest's memory is mapped, before or after a phase of an experiment.
 
 use std::ops::Range;
 
@@ -6,27 +6,27 @@ use slat::Gfn;
 use slat_kvm::engine::EngineVm;
 use slat_kvm::memory_map::Cell;
 
-/// The number of 4 KiB pages of each [`Cell`] of a [`PageMap`]: a cell covers 2 MiB.
+/// The number of 4 KiB pages in a [`Cell`] of a [`PageMap`]. A cell covers 2 MiB.
 pub const CELL: u64 = 512;
-/// The largest number of cells of a map, which is 1 GiB.
+/// The maximum number of cells in a map. So many cells cover 1 GiB.
 const CELLS: u64 = 512;
 
-/// A map of guest memory, as read from the tables.
+/// A map of guest memory, read from the VM's tables.
 #[derive(Clone, Debug)]
 pub struct PageMap {
     /// The experiment's name: `prefetch`, …
     pub experiment: &'static str,
-    /// The case of the experiment; parts of its name are separated by `/`.
+    /// The case of the experiment. `/` separates the parts of its name.
     pub case: String,
     /// The variant of the case: a policy, an implementation, `kvm`.
     pub variant: &'static str,
-    /// The step before or after which the map was read.
+    /// The phase of the experiment before or after which the map was read.
     pub phase: &'static str,
     /// One cell for each 2 MiB of the guest's memory.
     pub cells: Vec<Cell>,
 }
 
-/// The maps of an experiment. Later rounds repeat the first one, so only the first map of each phase is kept.
+/// The maps of an experiment. Later rounds repeat the first round, so only the first map of each phase is kept.
 pub(crate) struct Maps {
     experiment: &'static str,
     pub(crate) taken: Vec<PageMap>,
@@ -40,8 +40,8 @@ impl Maps {
         }
     }
 
-    /// Reads the tables of the guest memory at `gpas`, at most its first GiB. Does nothing on a real KVM, whose
-    /// tables cannot be read.
+    /// Reads the map of the guest memory at `gpas` from the tables, but at most 1 GiB. Does nothing on a real KVM,
+    /// whose tables cannot be read.
     pub(crate) fn take(
         &mut self,
         case: &str,

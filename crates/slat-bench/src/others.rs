@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-/// The other programs that experiments start. If a program is missing, the experiments' parts that need it are left
-/// out.
+/// The other programs that experiments start. If a program is missing, the parts that need it are omitted.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
     /// The `slat` command.
@@ -12,12 +11,12 @@ pub struct Others {
     pub linux: Option<Linux>,
 }
 
-/// The files that booting Linux under QEMU on slat needs.
+/// The files for booting Linux under QEMU on slat.
 #[derive(Clone, Debug)]
 pub struct Linux {
     /// The `slat` command.
     pub slat: PathBuf,
-    /// The directory of the kernel and the initrd. `conformance/vmm/materials` makes both.
+    /// The directory with the kernel and the initrd, which `conformance/vmm/materials` makes.
     pub materials: PathBuf,
     /// The values of the `--set` options of `slat run`.
     pub policies: Vec<String>,

@@ -1,4 +1,4 @@
-//! The results of the references, as data.
+//! The published results with which measurements are compared.
 
 /// The published results of one metric of an experiment.
 pub struct Published {
@@ -6,31 +6,32 @@ pub struct Published {
     pub experiment: &'static str,
     /// The metric, as in [`crate::report::Row`].
     metric: &'static str,
-    /// Cases, as in [`crate::report::Row`], each with the relative change by the mechanism: −0.73 is 73 % less.
+    /// The cases, as in [`crate::report::Row`], each with the relative change that the mechanism causes. −0.73 means 73
+    /// % less.
     cases: &'static [(&'static str, f64)],
 }
 
-/// Returns the relative change of a metric whose values without the mechanism and with it were published.
+/// Returns the relative change of a metric, from its published values without the mechanism and with it.
 const fn change(before: f64, after: f64) -> f64 {
     after / before - 1.0
 }
 
-/// All published results about the metrics that are measured here.
+/// All published results for the metrics that this crate measures.
 pub const PUBLISHED: &[Published] = &[
-    // "KVM: x86/mmu: Complete prefetch for trailing SPTEs for direct, legacy MMU" (2021): the first byte of every page
-    // in 6 GiB of preallocated memory.
+    // "KVM: x86/mmu: Complete prefetch for trailing SPTEs for direct, legacy MMU" (2021): the guest touches the first
+    // byte of every page in 6 GiB of preallocated memory.
     Published {
         experiment: "prefetch",
         metric: "pf_fixed",
         cases: &[("sequential", change(1.75e6, 0.27e6))],
     },
-    // "KVM: optimize for MMIO handled" (2011), netperf TCP_RR, the mean of three; EPT and shadow paging.
+    // "KVM: optimize for MMIO handled" (2011): netperf TCP_RR, the mean of three runs, with EPT and with shadow paging.
     Published {
         experiment: "mmio",
         metric: "transactions_per_s",
         cases: &[("rr", change(709.48, 727.52))],
     },
-    // "KVM: optimize for MMIO handled" (2011), a kernel build in seconds: the mean of three.
+    // "KVM: optimize for MMIO handled" (2011): the seconds of a kernel build, the mean of three builds.
     Published {
         experiment: "mmio",
         metric: "seconds",
@@ -54,8 +55,8 @@ pub const PUBLISHED: &[Published] = &[
             change(2.748378795, 2.729544474),
         )],
     },
-    // "KVM: arm64: Make stage2_split_walker() skip unnecessary walks" (2026): a slot of 64 GiB, dirty log enabled (1)
-    // and cleared (2), on memory of 4 KiB, transparent huge and 1 GiB pages.
+    // "KVM: arm64: Make stage2_split_walker() skip unnecessary walks" (2026): a slot of 64 GiB, whose dirty log is
+    // enabled (1) and cleared (2). The memory is mapped by 4 KiB pages, transparent huge pages and 1 GiB pages.
     Published {
         experiment: "split",
         metric: "seconds",
@@ -68,7 +69,7 @@ pub const PUBLISHED: &[Published] = &[
             ("clear/1g", -0.1387),
         ],
     },
-    // "KVM: Scalable memslots implementation" (2021): memslot_perf_test, by the number of slots.
+    // "KVM: Scalable memslots implementation" (2021): the results of memslot_perf_test for several numbers of slots.
     Published {
         experiment: "memslots",
         metric: "seconds_per_op",
@@ -113,7 +114,7 @@ pub const PUBLISHED: &[Published] = &[
     },
 ];
 
-/// Returns the published relative change of a metric in a case, if there is one.
+/// Returns the published relative change of a metric in a case. `None`: no result was published.
 pub fn find(experiment: &str, case: &str, metric: &str) -> Option<f64> {
     let of_metric = PUBLISHED
         .iter()

@@ -1,4 +1,4 @@
-//! The results: samples, the rows of the JSON output, and comparisons of variants.
+//! The results of a run: samples, the rows of the JSON output, and ratios of variants.
 
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub enum Unit {
     /// Millions of guest instructions per second.
     #[serde(rename = "MIPS")]
     Mips,
-    /// A share; 1 is the whole.
+    /// A fraction of a whole.
     #[serde(rename = "share")]
     Share,
 }
@@ -39,7 +39,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Makes a value of `metric`.
+    /// Makes a sample of `metric`.
     pub fn new(metric: &'static str, unit: Unit, value: f64) -> Self {
         Sample {
             metric,
@@ -53,7 +53,7 @@ impl Sample {
         Self::new(metric, Unit::Count, value as f64)
     }
 
-    /// Makes a time in seconds.
+    /// Makes a sample of a time, in seconds.
     pub fn seconds(metric: &'static str, time: std::time::Duration) -> Self {
         Self::new(metric, Unit::Seconds, time.as_secs_f64())
     }
@@ -64,7 +64,7 @@ impl Sample {
 pub struct Row {
     /// The experiment's name: `prefetch`, …
     pub experiment: &'static str,
-    /// The case; parts are separated by `/`.
+    /// The case. `/` separates the parts of its name.
     pub case: String,
     /// The variant: a policy, an implementation, `kvm`.
     pub variant: &'static str,
@@ -142,25 +142,25 @@ impl Report {
         }
     }
 
-    /// Adds a sentence to print under the tables.
+    /// Adds a sentence that is printed under the tables.
     pub fn note(&mut self, sentence: String) {
         if !self.notes.contains(&sentence) {
             self.notes.push(sentence);
         }
     }
 
-    /// Adds a sentence about a measurement that was not made, with the reason.
+    /// Adds a sentence that says which measurement was not made, and why.
     pub fn note_missing(&mut self, sentence: String) {
         self.is_partial = true;
         self.note(sentence);
     }
 
-    /// Whether any part of the experiments was not measured. A note says which.
+    /// Whether a part of the experiments was not measured. A note says which part.
     pub fn is_partial(&self) -> bool {
         self.is_partial
     }
 
-    /// Returns the sentences to print under the tables.
+    /// Returns the sentences that are printed under the tables.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -191,7 +191,7 @@ impl Report {
             .collect()
     }
 
-    /// Formats the rows as `{"rows":[…]}`, one row a line.
+    /// Formats the rows as `{"rows":[…]}`, with one row on each line.
     pub fn to_json(&self) -> String {
         let document = Document { rows: self.rows() };
         let text = serde_json::to_string(&document).expect("rows are plain data");
@@ -209,7 +209,7 @@ impl Report {
         cases
     }
 
-    /// Returns the median of a metric's samples, or `None` if it was not measured.
+    /// Returns the median of a metric's samples. `None`: the metric was not measured.
     pub fn value(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> Option<f64> {
         let series = self.find(experiment, case, variant, metric)?;
         Some(median(&series.values))
@@ -226,8 +226,8 @@ impl Report {
         Some(self.find(experiment, case, variant, metric)?.unit)
     }
 
-    /// Returns the ratio of `after` to `before`: the median of the ratios of all rounds. A disturbance of a whole
-    /// round affects both sides of its ratio, and so cancels out.
+    /// Returns the ratio of `after` to `before`, which is the median of the ratios of the rounds. If a whole round is
+    /// disturbed, both values of its ratio change, so the ratio hardly does.
     pub fn ratio(
         &self,
         experiment: &str,
@@ -273,7 +273,7 @@ impl Series {
     }
 }
 
-/// Returns the middle value, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two middle values.
 ///
 /// # Panics
 /// If `values` is empty.
@@ -324,7 +324,8 @@ mod tests {
     #[test]
     fn ratios_are_taken_round_by_round() {
         let mut report = Report::default();
-        // In the second round the machine was ten times slower; in the third round one side was disturbed.
+        // In the second round the whole machine was ten times slower. In the third round, only one of the two
+        // measurements was disturbed.
         for (before, after) in [(1.0, 0.5), (10.0, 5.0), (1.0, 4.0)] {
             add(&mut report, "uncached", before);
             add(&mut report, "cached", after);
@@ -332,7 +333,7 @@ mod tests {
         let ratio =
             |report: &Report| report.ratio("mmio", "ordinary", "seconds", "uncached", "cached");
         assert_eq!(ratio(&report), Some(0.5));
-        // If `before` and `after` share no round, the ratio of the medians is used.
+        // If `before` and `after` were not measured in the same round, the ratio of their medians is used.
         add(&mut report, "cached", 4.0);
         assert_eq!(ratio(&report), Some(4.0));
         assert_eq!(

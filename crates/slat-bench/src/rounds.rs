@@ -10,20 +10,21 @@ use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::{Failure, Others};
 
-/// The amount of work that is measured.
+/// The amount of work in the measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Size {
-    /// For tests: every step runs once, with little memory. Counts are right, but times are meaningless.
+    /// The size for tests: every step runs once, with little memory. The counters are right, but the times are
+    /// meaningless.
     Tiny,
-    /// The usual size: `all` ends within 90 s on 2 cores.
+    /// The usual size. All experiments together end within 90 s on 2 processors.
     #[default]
     Usual,
-    /// The sizes at which the published results were measured.
+    /// The size with which the published results were measured.
     Full,
 }
 
 impl Size {
-    /// Returns the command-line argument that selects this size.
+    /// Returns the argument that belongs to this size.
     pub fn pick<T>(self, tiny: T, usual: T, full: T) -> T {
         match self {
             Size::Tiny => tiny,
@@ -35,11 +36,11 @@ impl Size {
 
 /// The state of a run of experiments.
 pub struct Bench {
-    /// The amount of measurements.
+    /// The amount of work in the measurements.
     pub size: Size,
-    /// The implementations of KVM whose guests are measured.
+    /// The KVMs whose guests are measured.
     pub guests: Guests,
-    /// Other programs that may be started.
+    /// The other programs that experiments may start.
     pub others: Others,
     experiment: &'static str,
     report: Report,
@@ -47,17 +48,18 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// The number of rounds in which a real KVM is measured. Its numbers are only for orientation, and a KVM that is
-    /// itself software takes a hundred times as long as slat.
+    /// The number of rounds in which a real KVM is measured. There are few, because its numbers are only for
+    /// orientation, and a KVM that is an interpreter takes a hundred times as long as slat.
     pub const KVM_ROUNDS: usize = 2;
 
-    /// A case that takes longer than this is printed to standard error at once, so that a waiting user sees progress.
+    /// If a case takes longer than this, its results are printed to standard error at once, so that a waiting user sees
+    /// progress.
     const LONG: Duration = Duration::from_secs(10);
 
-    /// Makes a bench that has measured nothing yet.
+    /// Makes a bench without measurements.
     ///
     /// # Errors
-    /// If slat's KVM does not open.
+    /// If slat's KVM cannot be opened.
     pub fn new(size: Size) -> Result<Self, Failure> {
         // If standard error is not a terminal, the progress bar is hidden.
         let progress = ProgressBar::new(0);
@@ -74,10 +76,10 @@ impl Bench {
         })
     }
 
-    /// Call before an experiment: all later measurements belong to `experiment`.
+    /// Makes all later measurements belong to `experiment`. Call before an experiment.
     pub(crate) fn begin(&mut self, experiment: &'static str) {
         self.experiment = experiment;
-        // The length is 1 while memory is prepared, because a bar of length 0 would look complete.
+        // While memory is prepared, the bar has the length 1, because a bar of length 0 would look complete.
         self.progress.set_length(1);
         self.progress.set_position(0);
         self.progress.set_prefix(experiment);
@@ -91,8 +93,8 @@ impl Bench {
     }
 
     /// Measures all `variants` of `case` in each of `rounds` rounds, by calling `measure` with each variant. Every
-    /// second round runs backwards, so that no variant always follows the same other one. A real KVM is measured only
-    /// in the first [`KVM_ROUNDS`](Self::KVM_ROUNDS) rounds.
+    /// second round goes through the variants in reverse order, so that a variant does not always follow the same other
+    /// variant. A real KVM is measured only in the first [`KVM_ROUNDS`](Self::KVM_ROUNDS) rounds.
     ///
     /// # Errors
     /// The errors of `measure`.
@@ -130,8 +132,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Prints a sample to standard error at once. Call for samples for which a user waits longer than for a case of
-    /// other experiments. The medians of the case follow when all its rounds are done.
+    /// Prints a sample to standard error at once. Call for samples that take longer than a whole case of other
+    /// experiments. After all rounds of the case, its medians are printed, too.
     pub fn show(&self, case: &str, variant: &str, sample: &Sample) {
         let row = self.text(case, variant, sample);
         self.progress.suspend(|| eprint!("{row}"));
@@ -142,7 +144,7 @@ impl Bench {
         format!("{} {case} {metric}: {variant} {value}\n", self.experiment)
     }
 
-    /// Returns a line of text for each metric of `case`, with the value of each of `variants`.
+    /// Returns a text with one line for each metric of `case`. Each line has the values of all `variants`.
     fn measured(&self, case: &str, variants: &[&'static str]) -> String {
         let rows = self.report.rows();
         let rows = rows
@@ -168,12 +170,12 @@ impl Bench {
         metrics.into_iter().map(line).collect()
     }
 
-    /// Adds a sentence that readers of the tables need.
+    /// Adds a sentence that is printed under the tables.
     pub fn note(&mut self, sentence: String) {
         self.report.note(sentence);
     }
 
-    /// Adds a sentence about a measurement that was not made, with the reason.
+    /// Adds a sentence that says which measurement was not made, and why.
     pub fn note_missing(&mut self, sentence: String) {
         self.report.note_missing(sentence);
     }
@@ -195,7 +197,7 @@ pub fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Returns the shortest time of several short runs. A disturbance can only make a run of milliseconds longer.
+/// Calls `run` several times, and returns the shortest time. A disturbance can only make a short run longer.
 ///
 /// # Errors
 /// The errors of `run`.

@@ -1,5 +1,5 @@
-//! The tables on the terminal: each experiment's comparisons, their change, the published change, and the distance to
-//! the limit.
+//! The tables on the terminal. For each comparison of an experiment they show the change, the published change, and the
+//! distance to the limit.
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
@@ -7,7 +7,7 @@ use crate::Experiment;
 use crate::compared::{COLUMNS, Grid, Rows, groups};
 use crate::report::Report;
 
-/// Formats the table of an experiment, at most `columns` wide.
+/// Formats the table of an experiment. It is at most `columns` characters wide.
 pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     let lines = (experiment.compare)(report);
     let mut table = Table::new();
@@ -57,7 +57,7 @@ pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     )
 }
 
-/// Returns a line for each missed goal; an empty list if no goal was missed.
+/// Returns one line for each goal that was not reached. The list is empty if all were reached.
 pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
     (experiment.compare)(report)
         .iter()
@@ -118,7 +118,7 @@ mod tests {
         let limited = line(&report).with_limit("pages", Some(60.0));
         assert!(met(limited.clone().at_most_of_limit(1.1)));
         assert!(!met(limited.at_most_of_limit(1.05)));
-        // A goal of a metric that was not measured counts as missed.
+        // A goal for a metric that was not measured counts as not reached.
         assert!(!met(line(&report)
             .with_limit("pages", None)
             .at_most_of_limit(9.0)));

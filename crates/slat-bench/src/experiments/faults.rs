@@ -1,4 +1,4 @@
-//! Faults of one vCPU, and of two at once.
+//! Measures the faults of one vCPU, and of two vCPUs at the same time.
 
 use std::sync::{Barrier, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ const RATE: &str = "faults_per_s";
 const SLAT: &str = "slat";
 const GLOBAL_LOCK: &str = "global-lock";
 
-/// Each case's name, its number of threads, and whether these fault in the same tables.
+/// The name of each case, its number of threads, and whether the threads' faults are in the same tables.
 const CASES: [(&str, u64, bool); 3] = [
     ("1", 1, false),
     ("2/disjoint", 2, false),
@@ -77,8 +77,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures how many faults per second all threads together take. Also returns whether other programs left the
-/// threads undisturbed.
+/// Measures how many faults per second all threads together take. Also returns whether the threads ran without
+/// disturbance by other programs.
 fn faults(
     threads: u64,
     same_table: bool,
@@ -118,7 +118,8 @@ fn faults(
     let began = ran.iter().map(|ran| ran.began).min();
     let ended = ran.iter().map(|ran| ran.began + ran.wall).max();
     let wall = ended.zip(began).map_or(Duration::ZERO, |(e, b)| e - b);
-    // The vCPU threads never sleep. So if the wall time exceeds the processor time, other programs ran.
+    // The vCPU threads never sleep. So if the wall time exceeds the processor time, other programs have used the
+    // processors.
     let undisturbed = |ran: &Ran| ran.wall <= ran.cpu.mul_f64(1.05);
     let together = ran.iter().all(|ran| wall <= ran.wall.mul_f64(1.05));
     let rate = pages as f64 / wall.as_secs_f64();
@@ -180,7 +181,7 @@ mod tests {
 
     #[test]
     fn every_page_is_one_fault_with_and_without_a_global_lock() {
-        // The run itself checks the counts.
+        // `run` itself checks the counters.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for (case, ..) in CASES {
             for variant in [SLAT, GLOBAL_LOCK] {

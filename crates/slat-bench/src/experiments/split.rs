@@ -1,7 +1,7 @@
-//! Huge leaves that the dirty log splits before the guest writes to them.
+//! Measures how huge leaves are split for dirty logging, before the guest writes to them.
 //!
-//! The measured calls are KVM's API. No guest runs, because no guest time is measured: instead, the engine's fault is
-//! called for each access that a guest would make.
+//! The measured calls are those of KVM's API. No guest runs, because no guest time is measured. In place of each access
+//! that a guest would make, the engine's fault is called.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -55,11 +55,11 @@ const SECONDS: &str = "seconds";
 const ENTRIES_VISITED: &str = "entries_visited";
 const LIMIT: &str = "limit_seconds";
 
-/// The variants: values of the policy `split_walk`. Only the variant [`FROM_ABOVE`] sets another policy instead.
+/// A variant, which is a value of the policy `split_walk`. Only the variant [`FROM_ABOVE`] sets another policy.
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
-/// This variant has `split_walk` at `default`, and sets the policy `hierarchical_protect`.
+/// The variant that sets the policy `hierarchical_protect`, and leaves `split_walk` at `default`.
 const FROM_ABOVE: &str = "from-above";
 const VARIANTS: [&str; 4] = [FULL_WALK, SKIP, DEFAULT, FROM_ABOVE];
 
@@ -94,7 +94,7 @@ const SLOT: u32 = 1;
 const MEGA: u64 = 2 << 20;
 const GIGA: u64 = 1 << 30;
 
-/// A memslot to split, and its backing.
+/// A memslot whose leaves are to be split, and its backing.
 struct Subject {
     mapped: Mapped,
     size: u64,
@@ -103,8 +103,8 @@ struct Subject {
 
 impl Subject {
     fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
-        // One GiB of memory is mapped repeatedly. For leaves of at most 2 MiB, the backing is offset by 2 MiB, so
-        // that it is not aligned to the guest's GiB.
+        // All of the memslot is backed by the same GiB of memory, mapped repeatedly. For leaves of at most 2 MiB, the
+        // backing is offset by 2 MiB, so that it is not aligned to the guest's GiB.
         let piece = size.min(GIGA) as usize;
         let spare = if mapped == Mapped::Mega { piece } else { 0 };
         Ok(Subject {
@@ -134,7 +134,7 @@ impl Subject {
         vec![0; self.pages().div_ceil(64) as usize]
     }
 
-    /// Returns the numbers of leaves of 4 KiB, 2 MiB and 1 GiB before the call.
+    /// Returns the numbers of 4 KiB, 2 MiB and 1 GiB leaves before the call.
     fn leaves(&self) -> [u64; 3] {
         match self.mapped {
             Mapped::Small => [self.pages(), 0, 0],
@@ -143,7 +143,7 @@ impl Subject {
         }
     }
 
-    /// Returns the number of leaves that the split replaces. The split makes one table for each.
+    /// Returns the number of leaves that are split. For each of them, the split makes one table.
     fn splits(&self) -> u64 {
         match self.mapped {
             Mapped::Small => 0,
@@ -153,7 +153,7 @@ impl Subject {
     }
 }
 
-/// A VM with the memslot.
+/// A VM with this memslot.
 struct Machine<'s> {
     subject: &'s Subject,
     vm: VmFd,
@@ -180,8 +180,7 @@ impl<'s> Machine<'s> {
         Ok(())
     }
 
-    /// Makes the engine's faults of guest writes to one page of every `step` bytes of the memslot. No data is
-    /// written.
+    /// Calls the engine's fault for a guest write to one page of every `step` bytes of the memslot. No data is written.
     fn write_every(&mut self, step: u64) -> Result<(), Failure> {
         for gpa in (DATA..DATA + self.subject.size).step_by(step as usize) {
             loop {
@@ -220,7 +219,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             format.name()
         ));
     }
-    // The last variant is for formats whose entries for tables have the right to write.
+    // The last variant needs a format whose entries for tables have the right to write.
     let variants = match format.protects_from_above() {
         true => &VARIANTS[..],
         false => &VARIANTS[..VARIANTS.len() - 1],
@@ -232,8 +231,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            // The case `Clear` needs a fault for each page before the call. Memory that is split already is only
-            // walked, so its tables must exceed a cache to make the walk measurable.
+            // The case `Clear` needs a fault for each page before the call, so its memslot is small. Memory that is
+            // already split is only walked. Its tables must be larger than a cache, so that the walk can be measured.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
@@ -241,11 +240,12 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
-            // A buffer as large as the memslot's tables. Filling it here makes it resident.
+            // This buffer is as large as the memslot's tables. Filling it here makes it resident.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, variants, |_, walk| {
-                // The variants read different entries, but must have the same result.
+                // The variants read different entries, but have the same result. So the maps are taken of one variant
+                // only.
                 let mut look = |phase, machine: &Machine<'_>| {
                     if walk == DEFAULT {
                         let gpas = DATA..DATA + subject.size;
@@ -264,7 +264,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes increasing numbers to `words`, as a writer of leaf tables would.
+/// Writes increasing numbers to `words`, like code that fills leaf tables. Returns the time.
 fn stream(words: &mut [u64]) -> Duration {
     let began = thread_time();
     let mut entry = 0x37;
@@ -288,7 +288,7 @@ fn measure(
     machine.vm.engine().set_contiguous(true);
     machine.set_slot(0)?;
     let before = machine.stats();
-    // The tables do not tell which pages were written, so one write populates a whole huge leaf.
+    // One write maps a whole huge leaf, so one write for each 2 MiB suffices.
     machine.write_every(MEGA)?;
     protect_manually(&machine, true)?;
     if subject.mapped == Mapped::Small {
@@ -347,7 +347,8 @@ fn measure(
     ])
 }
 
-/// Switches KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With it, a new dirty log has all pages dirty and none protected.
+/// Switches KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 on or off. If it is on, all pages of a new dirty log are dirty, and none
+/// is write-protected.
 fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> {
     let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
     let options = if manual { options } else { 0 };
@@ -358,8 +359,8 @@ fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> 
     })?)
 }
 
-/// Logs the memslot only until all of it is split. Protects no page, and prevents the split leaves from being merged
-/// when dirty logging ends.
+/// Turns on dirty logging of the memslot, to split its leaves, and off again. Write-protects no page, and keeps the
+/// split leaves from being merged when dirty logging ends.
 fn split_and_stay(machine: &Machine<'_>) -> Result<(), Failure> {
     machine.set_slot(KVM_MEM_LOG_DIRTY_PAGES)?;
     clear(machine, &machine.subject.no_page())?;
@@ -398,11 +399,12 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(default.map(|line| match (mapped, call, published) {
                 (Mapped::Small, Call::Split, _) => line.change_at_most(-0.95),
                 (_, Call::Split, _) => line.at_most_of_limit(3.0),
-                // For this many small pages, protecting takes more than a twentieth of the time with any walk.
+                // With so many small leaves, write-protecting takes more than a twentieth of the time, whatever the
+                // walk.
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
             }));
-            // If the memory is already split, only the entries above the leaf tables need a change.
+            // If the memory is already split, only the entries above the leaf tables have to be changed.
             let from_above = Line::compare(report, NAME, &case, SECONDS, DEFAULT, FROM_ABOVE);
             lines.extend(from_above.map(|line| match (mapped, call) {
                 (Mapped::Small, Call::Enable) => line.change_at_most(-0.99),

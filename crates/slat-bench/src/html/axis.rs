@@ -1,30 +1,31 @@
-//! The axis of a chart: converts values to positions.
+//! The axis of a chart, which converts values to positions.
 
-/// If the largest value is more than this many times the smallest, small bars would be invisible on a linear axis.
+/// If the largest value divided by the smallest exceeds this ratio, the axis is logarithmic, because small bars would
+/// be invisible on a linear axis.
 const LINEAR: f64 = 30.0;
 
-/// The ends of a chart's axis, and its scale.
+/// The scale of a chart's axis, and the values at its ends.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Axis {
     /// A linear axis, which begins at 0.
     Linear {
-        /// The right end.
+        /// The value at the right end.
         to: f64,
         /// The distance between two marks.
         step: f64,
     },
     /// A logarithmic axis, which marks powers of ten.
     Logarithmic {
-        /// The exponent of the left end.
+        /// The exponent of the value at the left end.
         from: i32,
-        /// The exponent of the right end.
+        /// The exponent of the value at the right end.
         to: i32,
     },
 }
 
 impl Axis {
-    /// Makes an axis for `values`. The axis is logarithmic if the values span so much that a linear axis would hide
-    /// some. A value of zero is at the left end of either.
+    /// Makes an axis for `values`. If a linear axis would make small values invisible, the axis is logarithmic. On both
+    /// kinds of axis, the value 0 is at the left end.
     pub fn over(values: &[f64]) -> Self {
         let most = values.iter().copied().fold(0.0, f64::max);
         let least = values
@@ -37,7 +38,7 @@ impl Axis {
         }
         if most / least > LINEAR {
             let exponent = |value: f64| value.log10();
-            // The axis begins below the smallest value, so that the smallest bar is visible, too.
+            // The axis begins below the smallest value, so that the bar of this value is visible, too.
             return Axis::Logarithmic {
                 from: (exponent(least) - 0.1).floor() as i32,
                 to: exponent(most).ceil() as i32,
@@ -67,7 +68,7 @@ impl Axis {
         place.clamp(0.0, 1.0)
     }
 
-    /// Returns the values to mark.
+    /// Returns the values that have a mark on the axis.
     pub fn marks(&self) -> Vec<f64> {
         match *self {
             Axis::Linear { to, step } => {

@@ -1,19 +1,20 @@
-//! The contents of a chart: the lines of the table, as bars.
+//! The contents of a chart, made from the lines of a table: each value is a bar.
 
 use crate::compared::{Goal, Line, REAL_KVM};
 use crate::report::Unit;
 
-/// If a metric has more cases than this, it gets a chart for each first part of the cases' names.
+/// The maximum number of cases in a chart. A metric with more cases gets one chart for each first part of the cases'
+/// names.
 const CASES: usize = 6;
 
-/// The meaning of a bar. It decides the bar's colour and pattern.
+/// The meaning of a bar, which determines the bar's colour and pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The bar of the variant with which the other ones are compared.
+    /// The variant with which the others are compared.
     Before,
     /// The n-th variant that is compared with `Before`.
     After(usize),
-    /// The value that `before` would reach with the published change.
+    /// The value that the variant `Before` would have after the published change.
     Published,
     /// A real KVM.
     Kvm,
@@ -28,11 +29,11 @@ pub struct Bar<'a> {
     pub name: &'a str,
     /// The value in the chart's unit.
     pub value: f64,
-    /// The change against `before`.
+    /// The change relative to the bar `Before`.
     pub change: Option<f64>,
-    /// The name and the value of the best possible result.
+    /// The name and the value of the limit, which is the best possible result.
     pub limit: Option<(&'a str, f64)>,
-    /// The goal of the value.
+    /// The goal for the value.
     pub goal: Option<&'a Goal>,
 }
 
@@ -41,14 +42,14 @@ pub struct Bar<'a> {
 pub struct Case<'a> {
     /// The case's name in the report.
     pub name: &'a str,
-    /// The bars, `before` first.
+    /// The bars. The bar `Before` comes first.
     pub bars: Vec<Bar<'a>>,
 }
 
-/// One metric of the cases that belong together.
+/// One metric of several cases.
 #[derive(Debug)]
 pub struct Chart<'a> {
-    /// The first part of the cases' names, if the chart has only those cases of the metric.
+    /// The first part of the cases' names. `None` if the chart has all cases of the metric.
     pub family: Option<&'a str>,
     /// The name of the metric.
     pub metric: &'a str,
@@ -80,13 +81,14 @@ pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut variants = Vec::new();
     for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
         case.tell_variants_apart(&mut variants);
-        // A real KVM is only a reference, so its bar is the last one, unless it is `before`.
+        // A real KVM is only for orientation, so its bar comes last, unless it is the bar `Before`.
         case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
     }
     charts
 }
 
-/// Returns the family of cases whose chart has the line. Returns `None` if the metric has only one chart.
+/// Returns the first part of the case's name, if the line's metric has one chart for each first part. `None` if the
+/// metric has only one chart.
 fn family<'a>(lines: &[Line], line: &'a Line) -> Option<&'a str> {
     let mut cases: Vec<_> = lines
         .iter()
@@ -150,7 +152,8 @@ impl<'a> Chart<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// Numbers the compared variants, so that a variant has the same colour in all charts of an experiment.
+    /// Numbers the compared variants, so that a variant has the same colour in all charts of an experiment. `known` has
+    /// the variants that are already numbered.
     fn tell_variants_apart(&mut self, known: &mut Vec<&'a str>) {
         for bar in &mut self.bars {
             if let Role::After(number) = &mut bar.role {
@@ -165,7 +168,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Adds a bar, unless the case already has it. Lines that compare several variants with one bar all contain that
+    /// Adds a bar, unless the case already has the same bar. Several lines may compare different variants with the same
     /// bar.
     fn add_once(&mut self, bar: Bar<'a>) {
         if !self.bars.iter().any(|known| known.name == bar.name) {

@@ -1,11 +1,11 @@
-//! The machine on which the measurements were made.
+//! Facts about the machine on which the measurements were made.
 
 use std::fs;
 
 use crate::arch::real_kvm;
 use crate::rounds::Size;
 
-/// Returns what a reader must know about the machine and the run: names and values.
+/// Returns the facts about the machine and the run that a reader needs, as names and values.
 pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let unknown = || "unknown".to_owned();
@@ -37,7 +37,7 @@ pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Returns the value from the first line `name : value` of a file in /proc.
+/// Returns the value in the first line `name : value` of a file in /proc.
 fn field(path: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let (_, value) = text

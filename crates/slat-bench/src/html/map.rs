@@ -1,5 +1,5 @@
-//! Maps of guest memory: rows of squares, each filled by the kinds of leaves that map it. The maps of an experiment's
-//! phases are drawn side by side.
+//! Maps of guest memory, drawn as rows of squares. The kinds of leaves that map the memory of a square determine how it
+//! is filled. The maps of an experiment's phases are side by side.
 
 use maud::{Markup, html};
 
@@ -9,26 +9,27 @@ use crate::compared::shown;
 use crate::maps::{CELL, PageMap};
 use crate::report::Unit;
 
-/// The number of squares in a row, their width and height, and the gap between them.
+/// The number of squares in a row; then their width, their height, and the gap between them.
 const COLUMNS: usize = 32;
 const WIDE: f64 = 14.0;
 const HIGH: f64 = 11.0;
 const GAP: f64 = 1.0;
-/// The height of a mark along an edge.
+/// The height of a mark at the edge of a square.
 const EDGE: f64 = 2.0;
 
-/// A kind of mapping: its CSS class, its name, and a function that returns how many pages of a cell it maps.
+/// A kind of mapping: its CSS class, its name, and a function that returns the number of a cell's pages that are mapped
+/// in this way.
 type Kind = (&'static str, &'static str, fn(&Cell) -> u64);
 
-/// The kinds that fill a square, from the bottom up.
+/// The kinds that fill a square, from its bottom up.
 const FILLS: [Kind; 4] = [
     ("giga", "in 1 GiB leaves", |cell| cell.by_level[2]),
     ("mega", "in 2 MiB leaves", |cell| cell.by_level[1]),
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// The kinds that are drawn over the fills: not executable over the whole square, write-protected along its upper
-/// edge, dirty along its lower edge, accessed above dirty, private below write-protected.
+/// The kinds that are drawn over the filled square. Not executable covers the whole square. Write-protected is at its
+/// upper edge, and private below that. Dirty is at its lower edge, and accessed above that.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected
@@ -38,13 +39,13 @@ const ACCESSED: Kind = ("accessed", "accessed", |cell| cell.accessed);
 const PRIVATE: Kind = ("private", "private", |cell| cell.private);
 const OVER: [Kind; 5] = [NX, PROTECTED, DIRTY, ACCESSED, PRIVATE];
 
-/// A part of guest memory, to be drawn.
+/// A part of guest memory that is to be drawn.
 pub struct Strip<'a> {
     /// A description in a few words.
     pub name: &'a str,
-    /// The number of 4 KiB pages of each cell.
+    /// The number of 4 KiB pages in each cell.
     pub cell_pages: u64,
-    /// The cells, by address.
+    /// The cells, in the order of addresses.
     pub cells: &'a [Cell],
 }
 
@@ -88,7 +89,7 @@ pub fn maps(maps: &[&PageMap]) -> Markup {
     }
 }
 
-/// Groups the maps by case and variant. In `maps` they are mixed, because rounds measure variants in turns.
+/// Groups the maps by case and variant. In `maps`, variants alternate, because rounds measure the variants in turns.
 fn subjects<'a>(maps: &[&'a PageMap]) -> Vec<Vec<&'a PageMap>> {
     let mut subjects: Vec<Vec<&PageMap>> = Vec::new();
     for map in maps {
@@ -122,7 +123,8 @@ fn draw(strip: &Strip<'_>) -> Markup {
             title { (strip.name) ": " (account) }
             @for (row, cells) in strip.cells.chunks(COLUMNS).enumerate() {
                 @let mut column = 0;
-                // Equal squares next to each other are drawn as one rectangle. Lines drawn later cut it apart.
+                // Equal squares next to each other are drawn as one rectangle. Lines that are drawn later separate the
+                // squares.
                 @for run in cells.chunk_by(|a, b| a == b) {
                     (draw_run(&run[0], strip.cell_pages, column, run.len(), row as f64 * HIGH))
                     @let () = column += run.len();
@@ -154,7 +156,7 @@ fn account(strip: &Strip<'_>) -> String {
 fn draw_run(cell: &Cell, cell_pages: u64, column: usize, cells: usize, top: f64) -> Markup {
     let (x, width) = (column as f64 * WIDE, cells as f64 * WIDE - GAP);
     let full = HIGH - 2.0 * GAP;
-    // Every kind in a square must be visible, even a kind with only one page.
+    // Each kind in a square must be visible, even a kind with only one page.
     let share = |pages: u64, full: f64| match pages {
         0 => 0.0,
         pages => (pages as f64 / cell_pages as f64 * full).max(1.0),

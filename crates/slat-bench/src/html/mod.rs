@@ -1,5 +1,5 @@
-//! The report and maps of guest memory as HTML pages. Each is one self-contained file that needs no network and no
-//! script. The page follows the reader's choice of a light or dark theme.
+//! The report, and maps of guest memory, as HTML pages. Each page is one self-contained file that needs no network and
+//! no script. It follows the reader's choice of a light or dark theme.
 //!
 //! | file | idea |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | `axis` | positions of values, linear or logarithmic |
 //! | `picture` | the chart as inline SVG |
 //! | `map` | maps of guest memory, by kinds of leaves |
-//! | `table` | the terminal's table |
+//! | `table` | the same table as on the terminal |
 //! | `facts` | the machine on which the measurements were made |
 
 mod axis;
@@ -29,7 +29,7 @@ pub use map::Strip;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Makes the page of the measurements of `selection`, on this machine.
+/// Returns the page with the measurements of the experiments in `selection`, on this machine.
 pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     let contents = html! {
         p.lead {
@@ -57,8 +57,8 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     document("slat bench", &contents)
 }
 
-/// Makes the page that shows how VMs' memory is mapped. `lead` says whose memory it is. Each group has a name and
-/// [`Strip`]s.
+/// Returns a page that shows how VMs' memory is mapped. `lead` is a text that says whose memory it is. Each group has a
+/// name and [`Strip`]s.
 pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
     let contents = html! {
         p.lead { (lead) }
@@ -67,7 +67,7 @@ pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
     document("slat map", &contents)
 }
 
-/// Makes a complete HTML document with this title and contents.
+/// Returns a complete HTML document with this title and these contents.
 fn document(title: &str, contents: &Markup) -> String {
     html! {
         (DOCTYPE)
@@ -91,8 +91,8 @@ fn document(title: &str, contents: &Markup) -> String {
     .into_string()
 }
 
-/// Defines the fill patterns that all pictures use: for bars of published values, and for pages that must not be
-/// executable.
+/// Defines the fill patterns that all pictures use: one for bars of published values, and one for pages that must not
+/// be executed.
 fn patterns() -> Markup {
     html! {
         svg.definitions width="0" height="0" aria-hidden="true" {
@@ -107,7 +107,7 @@ fn patterns() -> Markup {
     }
 }
 
-/// Lists the goals and the results, experiment by experiment.
+/// Lists the goals of each experiment with their results.
 fn overview(selection: &[&Experiment], report: &Report) -> Markup {
     html! {
         nav aria-label="experiments" {
@@ -161,7 +161,7 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
     }
 }
 
-/// Splits an explanation into paragraphs. A line that ends with a sentence ends a paragraph.
+/// Splits an explanation into paragraphs. A paragraph ends with a line that ends with the end of a sentence.
 fn explained(text: &str) -> Markup {
     html! {
         div.explain {

@@ -1,5 +1,5 @@
-//! A chart as inline SVG: horizontal bars, with their numbers in columns to the right. Colours are CSS variables of
-//! the page, so one picture serves the light and the dark theme.
+//! A chart as inline SVG: horizontal bars, with their numbers in columns to the right. Colours are CSS variables of the
+//! page, so the same picture is used for the light and the dark theme.
 
 use maud::{Markup, html};
 
@@ -9,13 +9,13 @@ use crate::compared::{percent, shown};
 use crate::report::Unit;
 
 const WIDTH: f64 = 650.0;
-/// The left and right end of the bars. Numbers are to the right of the bars.
+/// The left end of the bars, and then their right end. Numbers are to the right of the bars.
 const LEFT: f64 = 100.0;
 const RIGHT: f64 = 360.0;
 const VALUE: f64 = 438.0;
 const CHANGE: f64 = 511.0;
 const GOAL: f64 = 521.0;
-/// The heights of three things: the axis at the top, the name of a case, and a bar with its distance to the next bar.
+/// The height of the axis at the top; then the height of a case's name, and of a bar with its distance to the next bar.
 const AXIS: f64 = 22.0;
 const HEADING: f64 = 24.0;
 const BAR: f64 = 18.0;
@@ -64,12 +64,12 @@ fn x(axis: &Axis, value: f64) -> f64 {
     LEFT + axis.place(value) * (RIGHT - LEFT)
 }
 
-/// Formats a coordinate with one decimal: a tenth of a unit is the smallest visible distance.
+/// Formats a coordinate with one decimal, because smaller differences are invisible.
 fn number(value: f64) -> String {
     format!("{value:.1}")
 }
 
-/// Formats a value of the axis, in as few characters as possible.
+/// Formats a value for the axis, in as few characters as possible.
 fn round(value: f64, unit: Unit) -> String {
     match (unit, value) {
         (_, 0.0) => "0".to_owned(),

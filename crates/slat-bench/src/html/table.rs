@@ -1,13 +1,13 @@
-//! The terminal's table as HTML.
+//! The same table as on the terminal, as HTML.
 
 use maud::{Markup, html};
 
 use crate::compared::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
-/// A table with more lines than this is shown only when the reader opens it.
+/// A table with more lines than this is collapsed until the reader opens it.
 const LONG: usize = 40;
 
-/// Makes a table of all lines, with the same rows as on the terminal.
+/// Makes a table of all lines. It has the same rows as on the terminal.
 pub fn table(rows: Rows, lines: &[Line]) -> Markup {
     html! {
         details open[lines.len() <= LONG] {
@@ -73,7 +73,7 @@ fn head(names: &[&str]) -> Markup {
     }
 }
 
-/// Makes a row: its name, values, and goal.
+/// Makes a row from the texts of its cells and its goal.
 fn row(cells: &[String], goal: Option<&Goal>) -> Markup {
     let mark = goal.map(|goal| if goal.met { "met" } else { "missed" });
     html! {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Mode of the directory: only its owner writes to it.
 const MODE: u32 = 0o755;
 
-/// The mode bit that lets the file's group write.
+/// The mode bits that let the file's group write, and all other users.
 const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 

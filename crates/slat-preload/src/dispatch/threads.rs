@@ -167,7 +167,7 @@ struct Start {
     told: AtomicU32,
 }
 
-/// A state of [`Start::told`]: the thread's id is not yet stored at the address that its creator has given.
+/// The states of [`Start::told`]: whether the thread's id is stored at the address that its creator has given.
 const NOT_TOLD: u32 = 0;
 const BEING_TOLD: u32 = 1;
 const TOLD: u32 = 2;

@@ -1,11 +1,11 @@
-//! Measures the time inside the memory system. The operations of each case run one after the other, on the engine
-//! alone ([`crate::bare`]). A guest access that would fault is made as a call of the engine's fault. A change of the
-//! host's memory is made as an invalidation, without changing the host's own mapping. So the times include neither
-//! the guest's instructions nor the host's madvise, refault and zeroing.
+//! Measures the time that is spent in the memory system. The operations of each case run one after the other, on the
+//! engine without guests ([`crate::bare`]). In place of a guest access that faults, the engine's fault is called. In
+//! place of a change of the host's mappings, there is only the invalidation for such a change. So the times include
+//! neither the guest's instructions nor the host's madvise, refault and zeroing.
 //!
-//! Three systems do these operations: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all
-//! memory and never looks up a memslot. slat and the array also do all the work of *tables*, so its time is a lower
-//! bound of theirs.
+//! Three systems do these operations: slat, the array ([`crate::array`]), and *tables*, which has one memslot for all
+//! memory and never looks up a memslot. slat and the array do all the work of *tables* and more, so the time of
+//! *tables* is a lower bound of their times.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,14 +23,15 @@ use crate::array::{ArrayVcpu, ArrayVm};
 use crate::bare::{self, Bare, PAGE};
 use crate::rounds::thread_time;
 
-/// The distance from a guest address to its backing address. The memory at a backing address is never accessed.
+/// The difference between a backing address and its guest address. The memory at the backing addresses is never
+/// accessed.
 const DISPLACEMENT: u64 = 1 << 44;
 
-/// A memory system that is measured: slat, or a variant for comparison.
+/// A memory system that is measured.
 pub(super) trait System: Sized {
     type Cpu: SystemCpu;
     fn new() -> Self;
-    /// Makes a system with the memslots `regions`, which ascend.
+    /// Makes a system with the memslots `regions`, which are in ascending order.
     fn with(regions: &[Region]) -> Result<Self, Failure>;
     fn set(&self, region: &Region) -> Result<(), Failure>;
     /// Begins an invalidation of `backing`, and ends it at once.
@@ -43,13 +44,13 @@ pub(super) trait System: Sized {
 pub(super) trait SystemCpu {
     /// Enters a reader section, runs `accesses`, and leaves the section.
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R;
-    /// Accesses a page that no leaf maps.
+    /// Makes an access to a page that no leaf maps.
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
-    /// Accesses a page that a leaf maps.
+    /// Makes an access to a page that a leaf maps.
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
-/// An MMU of slat's, with tables of one of its formats.
+/// An MMU of slat, with a format of its tables.
 pub(super) trait Mmu {
     type Format: Format;
     const KIND: MmuKind;
@@ -120,8 +121,8 @@ impl<M: Mmu> SystemCpu for SlatCpu<M> {
     #[inline]
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
         let translation = self.0.translate(gpa, Access::Write)?;
-        // Looks up the memslot once more, because in the array's system the engine looks up its covering memslot in
-        // addition.
+        // The array's system looks up its own memslot and the engine's covering memslot. To be fair, slat looks up the
+        // memslot twice, too.
         std::hint::black_box(self.0.slot_at(gpa).is_some());
         Ok(translation)
     }
@@ -132,7 +133,7 @@ impl<M: Mmu> SystemCpu for SlatCpu<M> {
     }
 }
 
-/// The rival: memslots in an array.
+/// The rival, whose memslots are in an array.
 pub(super) struct Array(Arc<ArrayVm>);
 
 impl System for Array {
@@ -182,7 +183,7 @@ impl SystemCpu for ArrayVcpu {
     }
 }
 
-/// slat's tables alone: one memslot covers all memory, so that the measured memslots cost nothing.
+/// Only slat's tables: one memslot covers all memory, so the measured memslots cost nothing.
 pub(super) struct Tables(Arc<Vm<Bare, Ept>>);
 
 impl System for Tables {
@@ -199,7 +200,7 @@ impl System for Tables {
         Ok(Self::new())
     }
 
-    /// Stands for a change of a memslot: only zaps the translations, at the guest address that the backing implies.
+    /// In place of changing a memslot, only zaps its translations. The backing address determines the guest address.
     fn set(&self, region: &Region) -> Result<(), Failure> {
         let first = Hva(region.backing.0 - DISPLACEMENT).0 / PAGE;
         self.0.zap(0, Gfn(first)..Gfn(first + region.size / PAGE));
@@ -234,7 +235,7 @@ fn regions(layout: &Layout) -> Vec<Region> {
     (0..layout.slots()).map(|i| region(layout, i)).collect()
 }
 
-/// A system with the case's memslots, and a CPU of it.
+/// A system with the memslots of a case, and a CPU of this system.
 pub(super) struct Inside<S: System> {
     system: S,
     cpu: S::Cpu,
@@ -254,7 +255,7 @@ impl<S: System> Inside<S> {
     /// Measures an operation of `case`. Returns the mean time of `times` operations.
     ///
     /// # Errors
-    /// If the operation did not do its work.
+    /// If the operation has not done its work.
     pub(super) fn measure(&mut self, case: Case, times: u32) -> Result<Duration, Failure> {
         let before = self.system.stats().pf_fixed;
         let (time, expected) = match case {
@@ -287,8 +288,8 @@ impl<S: System> Inside<S> {
         Ok((thread_time() - began, faults))
     }
 
-    /// Faults on each of `pages`, as a guest that writes to unmapped pages would. Like the following functions,
-    /// returns the number of faults.
+    /// Makes a fault on each of `pages`, like a guest that writes to unmapped pages. Returns the number of faults, as
+    /// do the following functions.
     fn write(&mut self, pages: impl Iterator<Item = u64>) -> Result<u64, Failure> {
         self.cpu.inside(|cpu| {
             let mut written = 0;
@@ -301,15 +302,15 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// Invalidates a range in the steps in which a host would unmap it: at most `chunk` pages at a time, and each
-    /// slot apart, because slots are not contiguous in the host.
+    /// Invalidates a range in the same steps in which a host would unmap it. A step has at most `chunk` pages, and is
+    /// within one slot, because slots are not contiguous in the host.
     fn discard(&self, range: Range<u64>, chunk: u64) {
         for piece in self.layout.pieces(range, chunk) {
             self.system.invalidate(hva(piece.start)..hva(piece.end));
         }
     }
 
-    /// Invalidates all of the memory at once.
+    /// Invalidates all of the memory in one step.
     fn discard_all(&self) {
         self.system.invalidate(hva(0)..hva(self.layout.pages()));
     }
@@ -334,8 +335,8 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// Moves the last slot after all others, and back. The time includes only the moves, not the guest's faults
-    /// between them.
+    /// Moves the last slot after all others, and back. The time includes only the moves, not the guest's faults between
+    /// the moves.
     fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
         let moved = self.layout.moved();
         let home = region(&self.layout, moved);
@@ -389,7 +390,7 @@ impl<S: System> Inside<S> {
                 system.set(region)?;
             }
             time += thread_time() - began;
-            // Translate the last page to check that the slots exist.
+            // The translation of the last page shows that the slots exist.
             let last = self.layout.pages() - 1;
             let there = system.cpu().inside(|cpu| cpu.fault(Gpa(gpa(last))))?;
             if there.host.0 != hva(last).0 {

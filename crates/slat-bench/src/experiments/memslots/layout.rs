@@ -1,4 +1,4 @@
-//! The guest memory of memslot_perf_test: the size in each case, the number of memslots, and the part that the case
+//! The guest memory of memslot_perf_test: its size in each case, the number of memslots, and the part that the case
 //! uses.
 
 use std::ops::Range;
@@ -6,22 +6,22 @@ use std::ops::Range;
 use super::Case;
 use crate::bare::{DATA, PAGE};
 
-/// The number of pages at the beginning that belong to memslots, but that no case uses.
+/// The number of pages at the beginning of the memslots that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
-/// The number of pages that are written while a slot moves.
+/// The number of pages that the guest writes while a slot moves.
 const MOVED: u64 = (192 << 10) / PAGE;
 const MIB: u64 = (1 << 20) / PAGE;
 
-/// Guest memory in memslots, at [`DATA`]. Page numbers count from there.
+/// The guest memory in memslots. It begins at [`DATA`], which is page number 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// The number of memslots, not counting slot 0, which every VM has.
+    /// The number of memslots, without slot 0, which every VM has.
     slots: u64,
     pages: u64,
 }
 
 impl Layout {
-    /// Makes the layout of `case` with `slots` memslots; `None` if the case has fewer pages.
+    /// Makes the layout of `case` with `slots` memslots. `None`: the case has fewer pages than memslots.
     pub(crate) fn new(case: Case, slots: u64) -> Option<Self> {
         let mib = match case {
             Case::Map => 32,
@@ -35,8 +35,8 @@ impl Layout {
         (layout.slots <= layout.pages).then_some(layout)
     }
 
-    /// Returns the pages of memslot number `index`, whose id is `index + 1`. The last memslot also has the remaining
-    /// pages.
+    /// Returns the pages of memslot number `index`, whose id is `index + 1`. The last memslot has the remaining pages,
+    /// too.
     pub(crate) fn slot(&self, index: u64) -> Range<u64> {
         let each = self.pages / self.slots;
         let end = if index + 1 == self.slots {
@@ -52,7 +52,7 @@ impl Layout {
         self.slots
     }
 
-    /// Returns the number of all pages.
+    /// Returns the total number of pages.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
@@ -62,15 +62,15 @@ impl Layout {
         EXTRA..self.pages
     }
 
-    /// Returns the halves of the area.
+    /// Returns the two halves of the pages that the cases use.
     pub(crate) fn halves(&self) -> [Range<u64>; 2] {
         let Range { start, end } = self.area();
         let middle = u64::midpoint(start, end);
         [start..middle, middle..end]
     }
 
-    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot. The host unmaps a piece in one
-    /// call; a piece ends with its memslot because memslots are not contiguous in the host.
+    /// Cuts `range` into pieces of at most `chunk` pages. The host unmaps each piece in one call. Each piece is within
+    /// one memslot, because memslots are not contiguous in the host.
     pub(crate) fn pieces(
         &self,
         range: Range<u64>,
@@ -91,13 +91,13 @@ impl Layout {
         })
     }
 
-    /// Returns the memslot that moves: the last one.
+    /// Returns the index of the memslot that moves, the last one.
     pub(crate) fn moved(&self) -> u64 {
         self.slots - 1
     }
 
-    /// Returns the pages that are written while the slot moves. If the slot is `active`, half of these pages are in
-    /// it, or the whole slot if it is smaller.
+    /// Returns the pages that the guest writes while the slot moves. If the slot is `active`, half of these pages are
+    /// in it (or the whole slot, if it is smaller).
     pub(crate) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {
@@ -107,7 +107,7 @@ impl Layout {
         slot.start + inside - MOVED..slot.start + inside
     }
 
-    /// Returns the first page of the address to which the slot moves, after all memory.
+    /// Returns the first page of the slot's new address, which is after all memory.
     pub(crate) fn destination(&self) -> u64 {
         self.pages
     }

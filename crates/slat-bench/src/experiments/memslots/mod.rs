@@ -1,8 +1,8 @@
 //! Measures the time to look up and to change memslots.
 //!
-//! Each case of memslot_perf_test is measured twice. [`mod@inside`] compares slat's time inside the memory system
-//! with an array's. The second measurement needs a guest and is in `crate::arch`: it compares how long a KVM program
-//! waits on slat with how long it waits on a real KVM.
+//! Each case of memslot_perf_test is measured in two ways. [`mod@inside`] compares the time that slat's memory system
+//! takes with the time of an array of memslots. The second measurement needs a guest, and is in `crate::arch`. It
+//! compares how long a KVM program waits on slat and on a real KVM.
 
 mod inside;
 pub(crate) mod layout;
@@ -74,7 +74,7 @@ impl Case {
         }
     }
 
-    /// Returns a text that divides slat's time into the part that the tables alone take, and the rest.
+    /// Returns a text that divides slat's time into two parts: the time of the tables alone, and the rest.
     fn dominated(self, time: f64, tables: Option<f64>) -> String {
         let slots = match self {
             Case::Map | Case::Unmap | Case::Unmap2m => "faults and invalidations that find slots",
@@ -86,12 +86,12 @@ impl Case {
         format!("{:.0} % are {slots}", (100.0 - tables).max(0.0))
     }
 
-    /// Returns this case's name for this number of memslots.
+    /// Returns the name of this case with this number of memslots.
     pub(crate) fn with(self, slots: u64) -> String {
         format!("{}/{slots}", self.name())
     }
 
-    /// Returns the greatest accepted change with 32764 memslots (in the map case, with 8194).
+    /// Returns the goal: the largest accepted change with 32764 memslots (in the map case, with 8194).
     fn asked_at_most(self) -> Option<f64> {
         match self {
             Case::Map => Some(-0.73),
@@ -104,18 +104,18 @@ impl Case {
 }
 
 const SECONDS: &str = "seconds_per_op";
-/// The metric of the measurement that needs a guest.
+/// The metric of the measurement with a guest.
 pub(crate) const WALL: &str = "wall_seconds_per_op";
 /// The numbers of memslots that are measured.
 pub(crate) const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
 const ARRAY: &str = "array";
-/// The variant in which slat's engine is measured.
+/// The variant for slat's engine.
 pub(crate) const SLAT: &str = "slat";
 const TABLES: &str = "tables";
 const DIRECT: &str = "direct";
 const SHADOW: &str = "shadow";
 
-/// The least processor time, in seconds, of a sample of [`mod@inside`].
+/// The minimum processor time of a sample of [`mod@inside`], in seconds.
 const SAMPLE: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -131,19 +131,19 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
-        // With this many memslots an array is so slow that a few samples suffice.
+        // With so many memslots an array is so slow that a few samples suffice.
         1000.. => (1, bench.size.pick(1, 2, 5)),
-        // These numbers of memslots have a goal, so they get more samples.
+        // For these numbers of memslots there is a goal, so they get more samples.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),
         _ => bench.size.pick((1, 1), (3, 2), (8, 4)),
     };
     let variants = match case {
-        // Creating memslots zaps nothing, so the variant of tables alone is left out.
+        // Creating memslots zaps nothing, so the variant with only the tables is omitted.
         Case::Setup => &[ARRAY, SLAT, DIRECT, SHADOW][..],
         _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
-    // The addresses of a system's memory decide by chance which cache lines conflict, for the system's whole life. So
-    // each system has several instances at the same time, each at other addresses.
+    // The addresses of a system's memory determine which of its cache lines conflict, as long as the system lives. So
+    // each system has several instances at the same time, at different addresses.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat<Tdp>>::new(layout)?;
@@ -160,14 +160,15 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
-            // Makes the caches equally warm for all systems.
+            // This makes the caches equally warm for all systems.
             for &other in variants.iter().filter(|variant| **variant != SLAT) {
                 measure(other, 1)?;
             }
         }
         let times = match bench.size {
             Size::Tiny => 1,
-            // Most time passes between the samples, because each sample needs a system without memslots.
+            // Each sample needs a system without memslots. Making these systems takes most of the time, so there are
+            // fewer samples.
             _ if case == Case::Setup => (SAMPLE / once).clamp(1.0, 200.0) as u32,
             _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
         };
@@ -188,7 +189,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let inside = Line::compare(report, NAME, &name, SECONDS, ARRAY, SLAT)
                 .map(|line| line.with_limit(TABLES, limit));
             let inside = inside.map(|line| match (slots, case.asked_at_most()) {
-                // With few memslots, slat must not be slower than the array.
+                // With 10 memslots, slat must not be slower than the array.
                 (10, _) => line.change_at_most(0.05),
                 (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
                     Some(published) => line.change_at_most(published),
@@ -234,7 +235,7 @@ mod tests {
 
     #[test]
     fn array_and_slat_take_the_same_faults() {
-        // The run itself counts the faults.
+        // `run` itself checks the number of faults.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(100);

@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-/// The number of histogram steps for each doubling. So a quantile is too long by at most a 32nd.
+/// The number of steps in which the histogram divides each doubling of the time. So a quantile is at most a 32nd too
+/// long.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
-/// The number of histogram steps. Times below `STEPS` ns have a step each; then each doubling up to 2^64 ns has
-/// `STEPS` steps.
+/// The number of steps of the histogram. Each time below `STEPS` ns has its own step. From there, each doubling of the
+/// time, up to 2^64 ns, has `STEPS` steps.
 const LEN: usize = ((u64::BITS - STEP_BITS + 1) as u64 * STEPS) as usize;
 
-/// The times of calls, in memory of constant size. Recording a call takes a few instructions.
+/// The times of calls. The memory is constant, and recording a call takes a few instructions.
 pub(super) struct Histogram {
     counts: Box<[u64]>,
     calls: u64,
@@ -46,12 +47,12 @@ impl Histogram {
         self.calls
     }
 
-    /// Returns the longest time; `None` without a call.
+    /// Returns the longest time. `None` if there is no call.
     pub(super) fn max(&self) -> Option<Duration> {
         (self.calls > 0).then(|| Duration::from_nanos(self.max))
     }
 
-    /// Returns the time that `share` of the calls did not exceed. Returns `None` without a call.
+    /// Returns the time that the fraction `share` of the calls did not exceed. `None` if there is no call.
     pub(super) fn quantile(&self, share: f64) -> Option<Duration> {
         let rank = ((share * self.calls as f64).ceil() as u64).clamp(1, self.calls.max(1));
         let mut seen = 0;
@@ -61,19 +62,20 @@ impl Histogram {
         })
     }
 
-    /// Assumes that calls follow one another without a gap, and that another caller arrives at a random moment.
-    /// Returns the wait until the end of the current call that a share of `share` of all moments does not exceed.
-    /// Returns `None` without a call.
+    /// Returns how long a caller must wait if it arrives at a random moment and waits until the end of the current
+    /// call. The returned wait is not exceeded at the fraction `share` of all moments. It is assumed that the recorded
+    /// calls follow one another without a gap. `None` if there is no call.
     ///
-    /// A call of one second among a thousand calls of a millisecond is one call in a thousand, but half of all moments
-    /// are in that call. A caller who arrives at such a moment waits until the call ends.
+    /// For example, if there is one call of one second and there are a thousand calls of a millisecond, only one call
+    /// in a thousand is long. But half of all moments are in that call. A caller that arrives at such a moment waits
+    /// until the call ends.
     pub(super) fn quantile_of_moments(&self, share: f64) -> Option<Duration> {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
         let exceeding = (1.0 - share) * all;
-        // A caller waits longer than `wait` only if it arrives in a call longer than `wait`. The total length of
-        // these moments is the sum of such calls' times, less `wait` for each call. The loop adds calls, the longest
-        // first, until that total is `exceeding`.
+        // A caller waits longer than `wait` only if it arrives in a call that is longer than `wait`, and not in the
+        // last `wait` of that call. The total of such moments is the sum of these calls' times, minus `wait` for each
+        // call. The loop adds calls, longest first, until that total is `exceeding`.
         let (mut calls, mut sum) = (0.0, 0.0);
         let mut shorter = steps.iter().rev().skip(1);
         for (time, count) in steps.iter().rev() {
@@ -87,7 +89,7 @@ impl Histogram {
         None
     }
 
-    /// Returns the histogram steps that contain calls, ascending: the longest time of each step, and its number of
+    /// Returns the steps that contain calls, in ascending order: the longest time of each step, and its number of
     /// calls.
     fn steps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let counts = self.counts.iter().enumerate();
@@ -96,13 +98,13 @@ impl Histogram {
     }
 }
 
-/// Returns the index of the histogram step that contains a time, given in nanoseconds.
+/// Returns the index of the step for a time in nanoseconds.
 fn step(time: u64) -> usize {
     let doubling = time.checked_ilog2().unwrap_or(0).saturating_sub(STEP_BITS);
     (u64::from(doubling) * STEPS + (time >> doubling)) as usize
 }
 
-/// Returns the longest time that belongs to a histogram step, in nanoseconds.
+/// Returns the longest time in a step, in nanoseconds.
 fn longest(index: usize) -> u64 {
     let index = index as u64;
     let doubling = (index / STEPS).saturating_sub(1);
@@ -161,7 +163,7 @@ mod tests {
         about(histogram.quantile(0.999), 9_990_000);
         assert_eq!(histogram.calls(), 10_000);
         assert_eq!(histogram.max(), Some(Duration::from_millis(10)));
-        // No quantile is longer than the longest call.
+        // No quantile exceeds the longest call.
         assert_eq!(histogram.quantile(1.0), histogram.max());
     }
 
@@ -175,9 +177,11 @@ mod tests {
     fn one_long_call_is_many_moments() {
         let histogram = of([(1_000_000, 1000), (1_000_000_000, 1)]);
         about(histogram.quantile(0.999), 1_000_000);
-        // All calls together take 2 s. At 2 ms of these moments, the wait is longer than the expected value.
+        // All calls together take 2 s, so a fraction of 0.001 of all moments is 2 ms. A caller that arrives in the
+        // first 2 ms of the long call waits longer than 998 ms.
         about(histogram.quantile_of_moments(0.999), 998_000_000);
-        // In half of all moments, the wait is shorter: in the last half of the long call, and in all other calls.
+        // In three quarters of all moments, the wait is shorter: in the second half of the long call, and in all other
+        // calls.
         about(histogram.quantile_of_moments(0.75), 500_000_000);
         // If all calls are equally long, half of the moments are in the second half of a call.
         about(of([(1_000_000, 10)]).quantile_of_moments(0.5), 500_000);

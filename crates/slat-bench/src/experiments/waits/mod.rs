@@ -1,4 +1,4 @@
-//! Measures how long other threads wait while one thread works on a large memslot.
+//! Measures how long one thread waits for its calls while another thread works on a large memslot.
 
 mod histogram;
 mod operation;
@@ -50,14 +50,15 @@ const P999: &str = "p99.9_seconds";
 const ANYTIME: &str = "anytime_seconds";
 const MAX: &str = "max_seconds";
 
-/// The quantiles: value, name, and the least number of calls with which the quantile is reported. With that number of
-/// calls, one call exceeds the quantile.
+/// The quantiles: value, name, and the minimum number of calls with which the quantile is reported. With that number,
+/// one call exceeds the quantile.
 const QUANTILES: [(f64, &str, u64); 3] = [(0.5, P50, 10), (0.99, P99, 100), (0.999, P999, 1000)];
 
-/// If the threads of a run lost their processors for longer than this, other programs disturbed the run.
+/// If the threads of a run did not have their processors for longer than this time, other programs have disturbed the
+/// run.
 const LOST: Duration = Duration::from_micros(500);
 
-/// The longest wait that is accepted, in seconds.
+/// The goal for the longest wait, in seconds.
 const ASKED: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -76,7 +77,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (calls, calls_name) in Unrelated::ALL.into_iter().filter(beside_it) {
             cases += 1;
             let case = format!("{calls_name}/{name}");
-            // There is only one round, because a quantile is computed from all calls.
+            // There is only one round, because quantiles are computed from all calls together, not as medians of
+            // rounds.
             bench.in_turns(&case, 1, &[ALONE, SLAT], |_, variant| match variant {
                 ALONE => alone(&mut subject, plan),
                 _ => {
@@ -100,7 +102,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether `calls` are measured during `operation`.
+/// Whether the calls `calls` are measured during `operation`.
 fn are_beside(calls: Unrelated, operation: Operation) -> bool {
     calls != Unrelated::Fault || matches!(operation, Operation::Nothing | Operation::Age)
 }
@@ -108,11 +110,11 @@ fn are_beside(calls: Unrelated, operation: Operation) -> bool {
 /// The amount of work that is measured.
 #[derive(Clone, Copy)]
 struct Plan {
-    /// The number of operations: exactly this many without calls, and at least this many with calls.
+    /// The number of operations. Without calls, exactly this many operations are made; with calls, at least this many.
     times: usize,
-    /// Stop after this number of calls.
+    /// The number of calls after which the measurement stops.
     calls: u64,
-    /// No further operation, including its set-up, is begun after this time.
+    /// The time after which no further operation is begun, nor the set-up for it.
     limit: Duration,
 }
 
@@ -133,14 +135,14 @@ fn alone(subject: &mut Subject, plan: Plan) -> Result<Vec<Sample>, Failure> {
     Ok(samples)
 }
 
-/// The results of repeated operations beside calls.
+/// The results of repeated operations during which another thread made calls.
 struct Runs {
     times: Vec<Duration>,
     waits: Histogram,
 }
 
-/// Repeats the operation beside calls. Uses only the runs that no other program disturbed; if there are none, uses
-/// all runs. Also returns whether every run was disturbed.
+/// Repeats the operation while another thread makes calls. Returns the results of the runs that no other program
+/// disturbed, or of all runs if every run was disturbed. Also returns whether every run was disturbed.
 fn beside(
     subject: &mut Subject,
     calls: Unrelated,
@@ -191,8 +193,8 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(Line::of(report, NAME, &case, PER_PAGE, ALONE));
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
-            // Without this restriction, calls that end while the operation does not run would make the operation's
-            // long waits rare among all calls, though not among all moments.
+            // The limit applies to moments, not only to calls (P999). Otherwise many short calls could make the
+            // operation's long waits rare among all calls, although not among all moments.
             let within = |line: &Line| line.after.1 <= ASKED;
             let asked = |line: Line| match operation {
                 Operation::Nothing => line,
@@ -209,8 +211,8 @@ fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// Returns a text that compares the longest waits. A call that waits for the whole operation takes as long as the
-/// operation. A call may also take that long without an operation, if the machine delays it.
+/// Returns a text that compares the longest waits with the operation. A call that waits for the whole operation takes
+/// as long as the operation. But a call may also take so long without an operation, if the machine delays it.
 fn longest(report: &Report, calls: &str, case: &str) -> String {
     let value = |case: &str, metric| report.value(NAME, case, SLAT, metric);
     let time = |case: &str, metric| {
@@ -232,7 +234,7 @@ mod tests {
 
     #[test]
     fn beside_every_operation_calls_are_counted_and_longer_quantiles_are_longer() {
-        // The run itself checks the operations' results.
+        // `run` itself checks the operations' results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(report.cases(NAME).len(), 2 * Operation::ALL.len() + 2);
         for case in report.cases(NAME) {
@@ -274,7 +276,7 @@ mod tests {
         ] {
             let lines = compare(&report(p999, anytime));
             let asked: Vec<_> = lines.iter().filter_map(Line::asked).collect();
-            // The case without an operation has no goal, so only one line has one.
+            // The case without an operation has no goal, so only one line has a goal.
             assert_eq!(asked.len(), 1);
             assert_eq!(asked[0].met, met, "{p999:?} {anytime}");
         }

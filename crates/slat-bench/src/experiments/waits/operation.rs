@@ -1,4 +1,4 @@
-//! The long operations: the set-up before each operation, and the check of its result.
+//! The long operations on a large memslot. Each has a set-up before the operation, and a check of its result.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,22 +14,23 @@ use super::unrelated;
 use crate::Failure;
 use crate::bare::{self, Bare, PAGE};
 
-/// The large memslot, and its backing address.
+/// The id of the large memslot. The next constant is its backing address.
 const SLOT: u32 = 0;
 const BACKING: u64 = 1 << 44;
 
-/// The number of pages of a leaf of 2 MiB.
+/// The number of 4 KiB pages in a leaf of 2 MiB.
 const MEGA: u64 = Level::MEGA.pages();
-/// Every `APART`th page of the slot is in a dirty ring. These pages are so far apart that each is protected alone.
+/// Every `APART`th page of the slot is recorded in a dirty ring. These pages are so far apart that each is
+/// write-protected separately.
 const APART: u64 = 64;
-/// The number of vCPUs with a ring, and the number of ring entries of each, which is KVM's maximum.
+/// The number of vCPUs with a dirty ring. Each ring has KVM's maximum number of entries.
 const RINGS: u64 = 8;
 const RING_ENTRIES: u64 = 1 << 16;
 
 /// A long operation on the large memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// No operation: the thread only computes.
+    /// No operation: the thread only computes for some time.
     Nothing,
     GetProtect,
     GetDirtyBit,
@@ -74,7 +75,7 @@ impl Operation {
         (RingReset, "ring-reset"),
     ];
 
-    /// Returns the size of the pages by which the host maps the large slot's memory.
+    /// Returns the page size by which the host maps the large slot's memory.
     fn host(self) -> Level {
         match self {
             BeginEager | BeginLazy | End | NxRecovery | Promote => Level::MEGA,
@@ -100,20 +101,20 @@ impl Operation {
 pub(super) struct Subject {
     operation: Operation,
     vm: Arc<Vm<Bare, Ept>>,
-    /// CPUs that map and use the slot before the operation. Each CPU does a part of the slot.
+    /// The CPUs that map and use the slot before the operation. Each CPU uses a part of the slot.
     cpus: Vec<Vcpu<Bare, Ept>>,
-    /// The vCPUs' dirty rings, as the client sees them.
+    /// The client's view of the vCPUs' dirty rings.
     rings: Vec<Arc<[DirtyGfn]>>,
     pages: u64,
     bitmap: Vec<u64>,
-    /// The pages that [`Cold`] reports.
+    /// The map of the pages that [`Cold`] finds.
     cold: ColdMap,
-    /// The time for which the thread computes in [`Nothing`].
+    /// The time for which the thread computes in the case [`Nothing`].
     nothing: Duration,
 }
 
 impl Subject {
-    /// Creates a VM whose large slot has `pages` pages, a multiple of 2 MiB.
+    /// Creates a VM whose large slot has `pages` pages. `pages` must be a multiple of 2 MiB.
     ///
     /// # Errors
     /// The engine's errors.
@@ -132,7 +133,7 @@ impl Subject {
                 vm.use_dirty_rings();
                 RINGS
             }
-            // More than four CPUs do not make the set-up much shorter.
+            // With more than four CPUs, the set-up would not be much faster.
             _ => std::thread::available_parallelism().map_or(1, |n| n.get().min(4) as u64),
         };
         let cpus = (0..cpus).map(|_| vm.create_vcpu());
@@ -145,7 +146,7 @@ impl Subject {
             }
         }
         unrelated::create_slot(&vm)?;
-        // Allocates frames for the tables of the 4 KiB leaves, and for some tables above these.
+        // Allocates frames in advance for the tables of the 4 KiB leaves, and for some tables above them.
         slat_host::frames::warm(&**vm.platform(), (pages / MEGA) as usize + 256);
         Ok(Subject {
             operation,
@@ -167,10 +168,10 @@ impl Subject {
         &self.vm
     }
 
-    /// Sets up the slot for the operation. The previous operation may have left any state.
+    /// Brings the slot into the state that the operation needs, whatever the previous operation has left.
     ///
     /// # Errors
-    /// The engine's errors. It is also an error if the slot is not mapped as it should be.
+    /// The engine's errors. It is also an error if the slot is not mapped as the operation needs.
     pub(super) fn set_up(&mut self) -> Result<(), Failure> {
         if self.operation == Nothing {
             return Ok(());
@@ -193,7 +194,7 @@ impl Subject {
             }
         }
         match self.operation {
-            // Makes the state in which the log has every page, and no page is write-protected.
+            // In this state, all bits of the dirty log are set, and no page is write-protected.
             GetProtect | Clear => {
                 self.vm.set_manual_dirty_log(true, true);
                 self.create(SlotFlags::LOG_DIRTY_PAGES)?;
@@ -254,10 +255,10 @@ impl Subject {
         Ok(0)
     }
 
-    /// Checks the result of the operation, which reported `told`.
+    /// Checks the result of the operation. `told` is the number that the operation has returned.
     ///
     /// # Errors
-    /// If the operation did not do its work.
+    /// If the operation has not done its work.
     pub(super) fn check(&mut self, told: u64) -> Result<(), Failure> {
         self.expect_mapped(self.after())?;
         match self.operation {
@@ -279,7 +280,7 @@ impl Subject {
         }
     }
 
-    /// Checks that the log names exactly the pages to which the guest writes from now on.
+    /// Checks that from now on, the log records exactly the pages to which the guest writes.
     fn expect_noted(&mut self) -> Result<(), Failure> {
         let cpu = &mut self.cpus[0];
         cpu.enter_unguarded(0);
@@ -310,7 +311,7 @@ impl Subject {
                 [self.pages, 0]
             }
             BeginLazy | RingReset => self.before(),
-            // Huge leaves are restored in place, except where an invalidation began during the operation.
+            // Huge leaves are restored in place, except in ranges where an invalidation has begun during the operation.
             End | Promote => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
             Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
@@ -318,8 +319,8 @@ impl Subject {
 
     fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
         let stats = self.vm.stats();
-        // Up to two further leaves of 4 KiB belong to the experiment's small memslots, in each of which one page may be
-        // mapped.
+        // Each of the experiment's two small memslots may have one mapped page, so there may be up to two more 4 KiB
+        // leaves.
         let others = stats.pages_4k.wrapping_sub(small);
         if others > 2 || stats.pages_2m != mega {
             let (is_small, is_mega) = (stats.pages_4k, stats.pages_2m);
@@ -363,7 +364,7 @@ impl Subject {
         })
     }
 
-    /// Accesses one of every `apart` pages.
+    /// Makes an access to one of every `apart` pages.
     fn access(&mut self, access: Access, apart: u64) -> Result<(), Failure> {
         self.share(|cpu, pages| {
             for page in pages.step_by(apart as usize) {
@@ -373,7 +374,7 @@ impl Subject {
         })
     }
 
-    /// Runs `work` on all vCPUs at once, each with its own part of the slot.
+    /// Runs `work` on all vCPUs at the same time. Each vCPU has its own part of the slot.
     fn share(
         &mut self,
         work: impl Fn(&mut Vcpu<Bare, Ept>, Range<u64>) -> Result<(), Stop> + Sync,

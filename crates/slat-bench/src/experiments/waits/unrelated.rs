@@ -1,4 +1,4 @@
-//! The calls on other memory that another thread makes repeatedly during a long operation.
+//! The calls on unrelated memory that another thread makes repeatedly during a long operation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
@@ -11,7 +11,8 @@ use crate::Failure;
 use crate::bare::{self, Bare, PAGE};
 use crate::rounds::thread_time;
 
-/// The small memslots. They are far from the large one and from each other, so they share only the root table.
+/// A small memslot. It is so far from the large memslot and from other small ones that only the root table is common to
+/// them.
 const SMALL: Place = Place::at(1, 1 << 40);
 const COMES_AND_GOES: Place = Place::at(2, 2 << 40);
 const PAGES: u64 = 16;
@@ -36,12 +37,12 @@ impl Place {
     }
 }
 
-/// The kinds of calls, which concern other memory than the long operation.
+/// The kinds of calls. They concern other memory than the long operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unrelated {
     /// Begins `Vm::invalidate` of one mapped page, and ends it at once.
     Invalidate,
-    /// Two measured calls: one creates a small slot, the other deletes it after a page was mapped.
+    /// Creates a small slot, and deletes it after one of its pages was mapped. Both calls are measured.
     SlotChange,
     /// A fault of a vCPU on a page that is not mapped.
     Fault,
@@ -55,29 +56,30 @@ impl Unrelated {
     ];
 }
 
-/// Creates the memslot of which [`Unrelated::Invalidate`] invalidates a page.
+/// Creates the memslot for [`Unrelated::Invalidate`], which invalidates one of its pages.
 pub(super) fn create_slot(vm: &Vm<Bare, Ept>) -> Result<(), Failure> {
     Ok(vm.set_memory_region(0, &SMALL.region(PAGES))?)
 }
 
-/// The states of the operation.
+/// A state of the operation: it has not begun.
 const BEFORE: u8 = 0;
 const DURING: u8 = 1;
 const AFTER: u8 = 2;
 
-/// The result of an operation during which another thread made calls, and the disturbance by other programs.
+/// The result of an operation during which another thread made calls, and the time that other programs have taken from
+/// the two threads.
 pub(super) struct Beside<R> {
     /// The operation's result.
     pub(super) result: R,
     /// The time that the operation took.
     pub(super) time: Duration,
-    /// The time for which other programs had the processor of one of the threads. The threads never sleep, so this is
-    /// their wall time less their processor time.
+    /// The time for which one of the threads did not have its processor, because other programs used it. The threads
+    /// never sleep, so this is their wall time minus their processor time.
     pub(super) lost: Duration,
 }
 
-/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that overlapped with
-/// the operation.
+/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that overlap with the
+/// operation.
 ///
 /// # Errors
 /// The errors of the calls.
@@ -95,8 +97,8 @@ pub(super) fn beside<R>(
         waits,
     };
     std::thread::scope(|scope| {
-        // When `end` is dropped, the calls end, even if the operation panics. The scope waits for the thread that
-        // makes them.
+        // Dropping `end` ends the calls, even if the operation panics. The scope then waits for the thread that makes
+        // the calls.
         let end = End(progress);
         let thread = scope.spawn(move || {
             let start = Clocks::now();
@@ -123,7 +125,7 @@ pub(super) fn beside<R>(
     })
 }
 
-/// The wall time and a thread's processor time, both read at one moment.
+/// The wall time and a thread's processor time at one moment.
 struct Clocks {
     wall: Instant,
     cpu: Duration,
@@ -137,8 +139,8 @@ impl Clocks {
         }
     }
 
-    /// Returns the time since the clocks were read, and the part of that time in which the thread did not have the
-    /// processor.
+    /// Returns the time since the clocks were read. Also returns the part of that time in which the thread did not have
+    /// a processor.
     fn elapsed(&self) -> (Duration, Duration) {
         let (wall, cpu) = (self.wall.elapsed(), thread_time() - self.cpu);
         (wall, wall.saturating_sub(cpu))
@@ -187,7 +189,7 @@ impl Caller<'_> {
         }
     }
 
-    /// Invalidates the page that [`Self::write_to`] maps in [`SMALL`].
+    /// Invalidates the page in [`SMALL`] that [`Self::write_to`] has mapped.
     fn invalidate(&self) {
         let page = Hva(SMALL.backing())..Hva(SMALL.backing() + PAGE);
         drop(self.cpu.vm().invalidate(page));
@@ -200,7 +202,7 @@ impl Caller<'_> {
             let result = self.cpu.translate(Gpa(slot.gpa), Access::Write);
             self.cpu.leave();
             match result {
-                // A flush of the vCPU interrupted the fault. Try again.
+                // A flush by the vCPU has interrupted the fault, so the fault is tried again.
                 Err(Stop::Retry) => {}
                 Err(stop) => return Err(stop.into()),
                 Ok(_) => return Ok(()),
@@ -236,7 +238,7 @@ mod tests {
             let sleep = || std::thread::sleep(Duration::from_millis(20));
             let beside = beside(&vm, calls, &mut waits, sleep).unwrap();
             assert!(beside.time >= Duration::from_millis(20));
-            // A sleeping thread does not have the processor, so its sleep counts as lost.
+            // A sleeping thread has no processor, so its sleep counts as lost time.
             assert!(beside.lost >= Duration::from_millis(15));
             assert!(waits.calls() > 0);
             assert_eq!(vm.stats().pages_4k, 0, "{calls:?}");
@@ -245,7 +247,7 @@ mod tests {
 
     #[test]
     fn what_goes_wrong_beside_the_operation_is_an_error() {
-        // Nothing is mapped outside the slot.
+        // Outside the slot, nothing is mapped.
         let vm = bare::vm();
         let mut waits = Histogram::new();
         assert!(beside(&vm, Unrelated::Invalidate, &mut waits, || ()).is_err());

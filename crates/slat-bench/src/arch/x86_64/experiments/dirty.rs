@@ -52,7 +52,7 @@ const NS_PER_PAGE: &str = "ns_per_page";
 const BITMAP: &str = "slat";
 const RING: &str = "ring";
 
-/// The case that measures the end of dirty logging.
+/// The case that measures the end of dirty logging; then its variants, and its second metric.
 const END: &str = "end";
 const RECOVER: &str = "recover";
 const ZAP: &str = "zap";

@@ -21,7 +21,7 @@ pub(super) const STRINGS: u64 = 0;
 pub(super) const SCRATCH: u64 = 0x800;
 pub(crate) const PML4: u64 = 0x1000;
 pub(super) const PDPT: u64 = 0x2000;
-/// The address of a descriptor table ([`super::interrupts`]).
+/// The addresses of the GDT and of the IDT ([`super::interrupts`]).
 pub(super) const GDT: u64 = 0x3000;
 pub(super) const PROGRAM: u64 = 0x4000;
 pub(super) const MODES: u64 = 0xe000;
