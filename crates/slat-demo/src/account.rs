@@ -1,8 +1,8 @@
-//! A report of the steps of a program, and of the time that each step took.
+//! A report that lists the steps of a program, and the time of each step.
 
 use std::time::Duration;
 
-/// A report about a program, step by step.
+/// A report about a program.
 pub struct Account {
     lines: Vec<String>,
 }
@@ -22,7 +22,7 @@ impl Account {
             .push(format!("  {what:<64} {:>9}", milliseconds(time)));
     }
 
-    /// Returns the text. It ends with an empty line.
+    /// Returns the report's text, with the total time. The text ends with an empty line.
     pub fn text(mut self, total: Duration) -> String {
         self.step("all together", total);
         self.lines.join("\n") + "\n\n"

@@ -1,12 +1,12 @@
-//! The demonstration that `slat run` shows without a program: a small KVM program, and a report of the memory system's
-//! work for it.
+//! The demonstration that `slat run` shows if no program is given: a small KVM program, and a report about the memory
+//! system's work for it.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `arch` | the program, which has guests of the host's architecture |
-//! | `memory` | host memory for memslots: `slat bench` uses it, too |
-//! | `account` | the description of what the program did |
-//! | `failure` | why the program failed |
+//! | `memory` | host memory for memslots; `slat bench` uses it, too |
+//! | `account` | the report about what the program did |
+//! | `failure` | the reason why the program has failed |
 
 mod account;
 mod arch;
@@ -19,10 +19,10 @@ pub use arch::for_other_crates;
 pub use failure::Failure;
 use slat_kvm::{Kvm, policy};
 
-/// Runs the program by the policies of the environment. Returns the account.
+/// Runs the program with the policies that the environment sets. Returns the report.
 ///
 /// # Errors
-/// The error of the program, or of a policy's value.
+/// An error of the program, or of a policy's value.
 pub fn run() -> Result<String, Failure> {
     let began = Instant::now();
     let policies = policy::current()?;
@@ -30,7 +30,7 @@ pub fn run() -> Result<String, Failure> {
     let kvm = Kvm::new()?;
     let (account, mut totals) = arch::run(&kvm, policies.format.name(), slat_kvm::report::totals)?;
     if !policies.stats {
-        // Only the counters of the memory system are printed, so drop those of the CPUs.
+        // Only the counters of the memory system are printed, so the CPUs' counters are dropped.
         totals.cpu = Default::default();
     }
     slat_kvm::publish::end();

@@ -1,5 +1,5 @@
-//! The workspace's default command, `cargo run --release -- run`. It has only the demonstration, which needs a third
-//! of the crates that the command `slat` needs.
+//! The workspace's default command, `cargo run --release -- run`. It runs only the demonstration, for which a third of
+//! the crates that the command `slat` needs suffice.
 
 use std::io::Write;
 use std::process::ExitCode;

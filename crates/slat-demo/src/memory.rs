@@ -18,17 +18,17 @@ pub struct Memory {
     size: usize,
 }
 
-// SAFETY: a `Memory` owns its mapping, and hands it to several threads as atomics only.
+// SAFETY: a `Memory` owns its mapping, and several threads access the mapping only as atomics.
 unsafe impl Sync for Memory {}
-// SAFETY: no thread has a special relation to the mapping.
+// SAFETY: the mapping is not bound to a thread.
 unsafe impl Send for Memory {}
 
 /// The size of the host pages that are requested for a [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
-    /// The host uses 4 KiB pages: MADV_NOHUGEPAGE.
+    /// The host uses 4 KiB pages (MADV_NOHUGEPAGE).
     Small,
-    /// The host uses 2 MiB pages where it has them: MADV_HUGEPAGE.
+    /// The host uses 2 MiB pages, if it has them (MADV_HUGEPAGE).
     Huge,
 }
 
@@ -46,8 +46,9 @@ impl Memory {
             Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
             Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
         };
-        // A host without huge pages refuses the advice, and needs none. Asking the kernel for the advice later would be
-        // slow, so this reports the advice to slat, as every VMM that uses the crates does.
+        // A host without huge pages refuses the advice, and does not need it. If the host accepts the advice, this
+        // reports it to slat, as every VMM that uses the crates does, because slat could find out the advice only
+        // slowly.
         if memory.advise(advice).is_ok() {
             let Range { start, end } = memory.addresses();
             mappings::advised(start as usize..end as usize, wish);
@@ -55,53 +56,53 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory. So the guest can
-    /// have more memory than the host.
+    /// Maps `size` bytes at a multiple of `alignment`. All of these addresses map the same `piece` bytes of memory,
+    /// again and again. So a guest can have more memory than the host.
     ///
     /// # Errors
     /// The host's error when it makes a file in memory, or maps the file.
     ///
     /// # Panics
-    /// If `size` is no multiple of `piece`, and the panics of [`Memory::new`].
+    /// If `size` is not a multiple of `piece`, and in the cases of [`Memory::new`].
     pub fn aliased(size: usize, piece: usize, alignment: usize) -> io::Result<Self> {
         assert!(size.is_multiple_of(piece));
         let file = file_in_memory(piece)?;
         let memory = Self::reserve(size, alignment)?;
         for at in memory.addresses().step_by(piece) {
-            // SAFETY: the range is a part of the mapping that was made just now, which no code has used.
+            // SAFETY: the range is a part of the new mapping, which no code has used yet.
             unsafe { map_file(at, piece, &file, libc::MAP_SHARED)? };
         }
         Ok(memory)
     }
 
-    /// Maps `size` bytes of zeroes at a multiple of `alignment`. They belong to a file, which is also returned.
+    /// Maps `size` bytes of zeroes of a new file at a multiple of `alignment`. Also returns the file.
     ///
     /// # Errors
     /// The host's error when it makes a file in memory, or maps the file.
     ///
     /// # Panics
-    /// The panics of [`Memory::new`].
+    /// In the cases of [`Memory::new`].
     pub fn in_file(size: usize, alignment: usize) -> io::Result<(Self, File)> {
         let file = file_in_memory(size)?;
         let memory = Self::of_file(&file, size, alignment, libc::MAP_SHARED)?;
         Ok((memory, file))
     }
 
-    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. No one may write to the file
-    /// meanwhile.
+    /// Maps the first `size` bytes of a file, copy on write, at a multiple of `alignment`. The file must not be written
+    /// as long as the mapping exists.
     ///
     /// # Errors
     /// The errors of mmap.
     ///
     /// # Panics
-    /// The panics of [`Memory::new`].
+    /// In the cases of [`Memory::new`].
     pub fn copy_of(file: &File, size: usize, alignment: usize) -> io::Result<Self> {
         Self::of_file(file, size, alignment, libc::MAP_PRIVATE)
     }
 
     fn of_file(file: &File, size: usize, alignment: usize, sharing: i32) -> io::Result<Self> {
         let memory = Self::reserve(size, alignment)?;
-        // SAFETY: the mapping was made just now, and no code has used it.
+        // SAFETY: no code has used the new mapping yet.
         unsafe { map_file(memory.address(), size, file, sharing)? };
         Ok(memory)
     }
@@ -126,7 +127,7 @@ impl Memory {
         }
         let mapping = NonNull::new(mapping.cast::<u8>()).expect("a mapping is not at 0");
         let padding = mapping.as_ptr().align_offset(alignment);
-        // SAFETY: the padding is less than the alignment, by which the mapping is larger.
+        // SAFETY: the mapping is larger than `size` by the alignment, and the padding is less than the alignment.
         let start = unsafe { mapping.add(padding) };
         Ok(Memory {
             mapping,
@@ -151,7 +152,7 @@ impl Memory {
     /// The host's error; `ENOMEM` if the host has too little memory.
     pub fn populate(&self) -> io::Result<()> {
         match self.advise(libc::MADV_POPULATE_WRITE) {
-            // This is Linux before 5.14, which has no such advice.
+            // EINVAL: Linux before 5.14 does not know this advice.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                 for page in self.words().chunks(4096 / 8) {
                     page[0].fetch_add(0, std::sync::atomic::Ordering::Relaxed);
@@ -162,8 +163,8 @@ impl Memory {
         }
     }
 
-    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports the change to slat's VMs, as
-    /// every VMM that uses the crates does; a real KVM notices it without a report.
+    /// Discards the pages of a range, which is given in bytes. The pages are zero afterwards. Reports the change to
+    /// slat's VMs, as every VMM that uses the crates does. (A real KVM notices the change without a report.)
     ///
     /// # Errors
     /// The errors of madvise.
@@ -174,7 +175,8 @@ impl Memory {
         assert!(range.end <= self.size as u64);
         let addresses = self.address() + range.start..self.address() + range.end;
         let answer = notify::around(addresses.start as usize..addresses.end as usize, || {
-            // SAFETY: the range is inside the mapping, whose contents are accessed as atomics only while it is shared.
+            // SAFETY: the range is in the mapping. While the mapping is shared, its contents are accessed only as
+            // atomics.
             unsafe {
                 libc::madvise(
                     addresses.start as *mut libc::c_void,
@@ -204,28 +206,28 @@ impl Memory {
         self.size
     }
 
-    /// Returns the bytes. Exclusive access to `self` proves that no guest runs on them.
+    /// Returns the memory as bytes. No guest runs on the memory, because the caller has exclusive access to `self`.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the mapping is `size` bytes long, initialised (zero), and borrowed exclusively.
+        // SAFETY: the mapping is `size` bytes long, initialised with zeroes, and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.size) }
     }
 
-    /// Returns the words, which running guests share.
+    /// Returns the memory as words, which running guests may use at the same time.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the memory is page aligned, `size` bytes long and initialised. All threads that hold this reference
-        // access the memory as atomics, as the guest's own aligned stores do.
+        // SAFETY: the memory is page-aligned, `size` bytes long and initialised. All threads with this reference access
+        // the memory as atomics. The guest's aligned stores are atomic, too.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.size / 8) }
     }
 }
 
-/// Makes a file of `size` bytes of zeroes that is in memory only.
+/// Makes a file of `size` bytes of zeroes, which exists only in memory.
 fn file_in_memory(size: usize) -> io::Result<File> {
-    // SAFETY: the argument is a name; the result is checked.
+    // SAFETY: the argument is a C string, and the result is checked.
     let file = unsafe { libc::memfd_create(c"slat-guest".as_ptr(), libc::MFD_CLOEXEC) };
     if file < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was made just now.
+    // SAFETY: the descriptor was just opened, and no other value owns it.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(file) });
     file.set_len(size as u64)?;
     Ok(file)
@@ -240,7 +242,7 @@ unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::
         libc::PROT_READ | libc::PROT_WRITE,
         sharing | libc::MAP_FIXED,
     );
-    // SAFETY: the range is mapped, and no code uses it, as this function's `# Safety` asks of its caller.
+    // SAFETY: the range is mapped, and no code uses it, as this function's `# Safety` requires.
     let mapped = unsafe {
         libc::mmap(
             address as *mut libc::c_void,
@@ -260,9 +262,9 @@ unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::
 impl Drop for Memory {
     fn drop(&mut self) {
         let start = self.mapping.as_ptr() as usize;
-        // SAFETY: `reserve` has made this mapping, and no borrow of it is left.
+        // SAFETY: `reserve` has made this mapping, and no reference into it exists any more.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped) };
-        // A later mapping at these addresses is another mapping, whose advice is not known yet.
+        // slat forgets its advice, because a later mapping at these addresses may have other advice.
         mappings::changed(start..start + self.mapped);
     }
 }

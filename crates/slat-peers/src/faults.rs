@@ -1,12 +1,14 @@
-//! Faults of one vCPU, and of two at once. Each vCPU writes to pages that are not mapped. Leaves have 4 KiB, and
-//! there is no prefetch. No other crate handles faults, so slat is measured alone.
+//! Measures the faults of one vCPU, and of two vCPUs at the same time. Each vCPU writes to pages that are not mapped.
+//! Leaves have 4 KiB, and there is no prefetch. No other crate handles faults, so only slat is measured.
 //!
 //! * `1`, `2`: the number of threads. Two threads write to different halves of the range, which share no level 1 table.
-//! * `1-same-table`, `2-same-table`: two threads take turns in the pages of every level 1 table.
+//! * `1-same-table`, `2-same-table`: each of two threads writes every other page, so that both use every level 1 table;
+//!   a single thread writes every page.
 //!
 //! The time is the wall time from the first thread's start to the last thread's end. A sample is measured again if
-//! another program took a processor away from a thread (the wall time is 5 % longer than the processor time; a fault
-//! here never sleeps), or if the threads did not run at the same time. This ends when [`LONGEST`] has passed.
+//! another program took a processor away from a thread, or if the threads did not run at the same time. The former is
+//! assumed if the wall time is 5 % longer than the processor time, because a fault here never sleeps. Samples are no
+//! longer repeated when [`LONGEST`] has passed.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -20,7 +22,8 @@ use crate::report::{Metric, Samples, thread_ns};
 use crate::tables::BASE;
 
 const PAGES: u64 = 1 << 16;
-/// The time for which samples are repeated: enough for a hundred samples, or for a few where Arm's code is emulated.
+/// The time for which samples are repeated. It is enough for a hundred samples, or for a few samples if arm64 code is
+/// emulated.
 const LONGEST: Duration = Duration::from_secs(2);
 
 /// The measurement of faults.
@@ -59,7 +62,7 @@ fn format<F: Format>(name: &str, samples: &mut Samples) {
     }
 }
 
-/// Returns the rate of faults, and whether no other program disturbed the threads.
+/// Returns the number of faults per second, and whether the threads ran without disturbance by other programs.
 fn faults_per_s<F: Format>(threads: u64, same_table: bool) -> (f64, bool) {
     let vm = vm::<F>(Level::PAGE);
     vm.set_policy(Setting::Prefetch(Prefetch::Off));

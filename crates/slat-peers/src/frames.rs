@@ -1,6 +1,6 @@
-//! The only source of table frames: an arena whose memory was touched once. The frame that was freed last is allocated
-//! first. The physical address of a frame is its address in this process. Contents are unspecified: a caller that needs
-//! zeroes writes them.
+//! The only source of table frames: an arena, all of whose memory was touched at the beginning. The frame that was
+//! freed last is allocated first. The physical address of a frame is its address in this process. The contents of a new
+//! frame are unspecified, so a caller that needs zeroes writes them.
 
 use std::alloc::{Layout, alloc, handle_alloc_error};
 use std::ptr::NonNull;
@@ -8,12 +8,13 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
 
-/// Enough frames for every crate: 1 GiB by 4 KiB pages needs 515 tables, and [`embed`](crate::embed) also allocates 64
-/// MiB for a guest.
+/// The number of frames. It is enough for every crate: mapping 1 GiB by 4 KiB pages needs 515 tables, and
+/// [`embed`](crate::embed) also allocates 64 MiB for a guest.
 const FRAMES: usize = 4096 + (64 << 20) / FRAME;
 const FRAME: usize = PAGE_SIZE as usize;
 
-/// The distance of two frames' metadata, so that they share no cache line, as with Linux's `struct page`.
+/// The distance in bytes between the metadata of two frames. As with Linux's `struct page`, the two are in different
+/// cache lines.
 const META_STRIDE: usize = 64;
 const _: () = assert!(size_of::<TableMeta>() <= META_STRIDE);
 
@@ -24,9 +25,9 @@ pub struct Arena {
     free: Mutex<Vec<NonNull<u8>>>,
 }
 
-// SAFETY: the memory is only reached through frames, each of which has one owner.
+// SAFETY: the memory is accessed only through frames, each of which has one owner.
 unsafe impl Send for Arena {}
-// SAFETY: the memory is only reached through frames, each of which has one owner; the free list has a lock.
+// SAFETY: the memory is accessed only through frames, each of which has one owner. The free list has a lock.
 unsafe impl Sync for Arena {}
 
 static ARENA: LazyLock<Arena> = LazyLock::new(Arena::new);
@@ -36,13 +37,13 @@ pub fn arena() -> &'static Arena {
     &ARENA
 }
 
-/// Allocates `size` bytes, zeroed and touched, that are never freed.
+/// Allocates `size` bytes that are never freed. They are zero, and were touched.
 fn forever(size: usize, align: usize) -> NonNull<u8> {
     let layout = Layout::from_size_align(size, align).expect("the arena fits the address space");
-    // SAFETY: the layout has a size.
+    // SAFETY: the layout's size is not 0.
     let memory = NonNull::new(unsafe { alloc(layout) });
     let memory = memory.unwrap_or_else(|| handle_alloc_error(layout));
-    // SAFETY: `size` bytes were allocated there.
+    // SAFETY: `size` bytes were allocated at this address.
     unsafe { memory.write_bytes(0, size) };
     memory
 }
@@ -51,7 +52,7 @@ impl Arena {
     fn new() -> Self {
         let base = forever(FRAMES * FRAME, 2 << 20);
         let meta = forever(FRAMES * META_STRIDE, META_STRIDE);
-        // SAFETY: the address is inside the arena, because there are `FRAMES` frames.
+        // SAFETY: the address is in the arena, which has `FRAMES` frames.
         let frame = |i| unsafe { base.add(i * FRAME) };
         Arena {
             base,
@@ -68,7 +69,7 @@ impl Arena {
     #[inline]
     pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         let index = self.index(frame_at(frame.hpa().0));
-        // SAFETY: frames lie in the arena, which has a stride of metadata for each.
+        // SAFETY: the frame is in the arena, which has metadata for each of its frames.
         unsafe { self.meta.add(index * META_STRIDE).cast() }
     }
 }
@@ -82,7 +83,7 @@ pub fn alloc_frame() -> NonNull<u8> {
     free_list().pop().expect("the arena is large enough")
 }
 
-/// Allocates several frames, one after the other.
+/// Allocates several frames. Calls `take` with each.
 pub fn alloc_many(count: usize, take: &mut dyn FnMut(NonNull<u8>)) {
     let mut free = free_list();
     let rest = free.len().checked_sub(count);
@@ -90,7 +91,7 @@ pub fn alloc_many(count: usize, take: &mut dyn FnMut(NonNull<u8>)) {
     free.drain(rest..).rev().for_each(take);
 }
 
-/// Allocates `count` frames next to each other, the first aligned to the size of all.
+/// Allocates `count` adjacent frames. The first is aligned to the total size.
 pub fn alloc_frames(count: usize) -> NonNull<u8> {
     if count == 1 {
         return alloc_frame();
@@ -104,7 +105,7 @@ pub fn alloc_frames(count: usize) -> NonNull<u8> {
         .expect("the arena is large enough");
     let run = run[0]..run[0] + count;
     free.retain(|frame| !run.contains(&ARENA.index(*frame)));
-    // SAFETY: the address is inside the arena.
+    // SAFETY: the address is in the arena.
     unsafe { ARENA.base.add(run.start * FRAME) }
 }
 

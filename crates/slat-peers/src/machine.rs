@@ -1,4 +1,5 @@
-//! The machine under slat in this program. All host pages of guest memory are resident and contiguous.
+//! The machine (platform) for slat's engine in this program. All host pages of guest memory are resident and
+//! contiguous.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -11,7 +12,8 @@ use slat::{
 
 use crate::frames::{self, Arena};
 
-/// Host memory whose physical addresses are its backing addresses, mapped by the host at `level`.
+/// A machine whose host memory has physical addresses equal to its backing addresses. The host maps the memory at
+/// `level`.
 pub struct Machine {
     level: Level,
     arena: &'static Arena,
@@ -32,7 +34,7 @@ pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
     Vm::new(Arc::new(machine), Config::default()).expect("frames for the root")
 }
 
-/// Returns the region of memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
+/// Returns the region of memslot `slot` with `pages` pages at `gpa`. The backing addresses equal the guest addresses.
 pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << 12, Hva(gpa)).with_flags(flags)
 }
@@ -41,7 +43,7 @@ impl Machine {
     /// Writes fresh metadata for a frame that was just allocated. Returns the frame's number.
     fn fresh(&self, memory: NonNull<u8>) -> Pfn {
         let frame = Pfn(memory.as_ptr() as u64 >> 12);
-        // SAFETY: this caller is the only owner of the frame, and so of its metadata.
+        // SAFETY: the caller is the only owner of the frame, and so of its metadata.
         unsafe { self.arena.meta(frame).write(TableMeta::new()) };
         frame
     }

@@ -1,10 +1,11 @@
-//! Measures other people's page tables and guest memory maps beside slat, in one process, in turns.
+//! Measures slat, and page tables and guest memory maps of other crates, in turns in one process.
 //!
 //! `slat-peers [--rounds N] [--json FILE] [--only PREFIX]`
 //!
-//! Every round runs every crate once, and the median over the rounds is reported, so that a disturbance of the
-//! machine affects all crates alike. All tables come from one source of frames ([`frames`]), whose memory was touched
-//! before. The documentation of each case's module says exactly what is compared, and what another crate cannot do.
+//! Every round measures every crate once, so that a disturbance of the machine affects all crates alike. The reported
+//! value is the median of all rounds. All tables get their frames from the same source ([`frames`]), whose memory was
+//! touched before. The documentation of each case's module says exactly what is compared, and which operations another
+//! crate lacks.
 
 mod embed;
 mod faults;
@@ -68,7 +69,7 @@ fn main() -> ExitCode {
     let mut tables = tables::Tables::new();
     let mut slots = slots::Slots::new(&samples);
     let mut faults = faults::Faults::new();
-    // The first round only warms the caches; its samples are dropped.
+    // The first round only warms the caches. Its samples are dropped.
     for round in 0..=options.rounds {
         tables.round(&mut samples);
         slots.round(&mut samples);

@@ -1,4 +1,4 @@
-//! Samples, their medians, the table on the terminal and the JSON rows.
+//! The samples and their medians, as a table on the terminal and as JSON rows.
 
 use std::fmt;
 use std::hint::black_box;
@@ -40,8 +40,7 @@ struct Row {
 }
 
 impl Row {
-    /// Returns the smallest time or the largest rate. The distance of the median from this value shows how quiet the
-    /// machine was.
+    /// Returns the smallest time, or the largest rate. If the median is far from this value, the machine was disturbed.
     fn best(&self) -> f64 {
         let values = self.values.iter().copied();
         match self.metric {
@@ -57,14 +56,14 @@ impl Row {
     }
 }
 
-/// The samples so far.
+/// The samples that were measured so far.
 pub struct Samples {
     only: String,
     rows: Vec<Row>,
 }
 
 impl Samples {
-    /// Keeps only the samples of cases whose names begin with `only`.
+    /// Makes an empty list. It keeps only samples of cases whose names begin with `only`.
     pub fn new(only: &str) -> Self {
         Samples {
             only: only.to_owned(),
@@ -72,7 +71,7 @@ impl Samples {
         }
     }
 
-    /// Whether a part of `experiment/case` is wanted. `case` may be the beginning of a case's name.
+    /// Whether the list keeps samples of a case. `case` may be only the beginning of a case's name.
     pub fn wants(&self, experiment: &str, case: &str) -> bool {
         let name = format!("{experiment}/{case}");
         name.starts_with(&self.only) || self.only.starts_with(&name)
@@ -111,8 +110,8 @@ impl Samples {
     }
 }
 
-/// Returns the nanoseconds of this thread's processor time that `work` takes, and the result of `work`. Time that other
-/// programs take on a busy machine does not count.
+/// Runs `work`. Returns the nanoseconds of processor time that this thread needs for `work`, and its result. Time in
+/// which other programs run is not included.
 pub fn time<R>(work: impl FnOnce() -> R) -> (f64, R) {
     let begin = thread_ns();
     let result = black_box(work());
@@ -131,7 +130,7 @@ pub fn thread_ns() -> i64 {
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }
 
-/// The medians of all samples, case by case.
+/// The medians of all samples, for each case.
 pub struct Report<'a> {
     rows: Vec<&'a Row>,
 }
@@ -168,7 +167,7 @@ impl<'a> Report<'a> {
         format!("{{\"rows\":[\n{}\n]}}\n", rows.join(",\n"))
     }
 
-    /// Returns the best row of the other crates in the case of `row`.
+    /// Returns the row with the best value among the other crates, for the case of `row`.
     fn best_peer(&self, row: &Row) -> Option<&Row> {
         self.rows
             .iter()

@@ -1,11 +1,11 @@
-//! Compares memslots with vm-memory's regions.
+//! Compares slat's memslots with the regions of the crate vm-memory.
 //!
 //! * `lookup/N`: finds the slot of a random address among N slots, in a space of twice their size. slat calls
-//!   `Vcpu::slot_at` inside a reader section, as a fault does. Many look-ups share one reader section, whose cost is
-//!   the case `section`; there, vm-memory's counterpart is the guard of `GuestMemoryAtomic`.
+//!   `Vcpu::slot_at` inside a reader section, as a fault does. Many look-ups are made in one reader section. The case
+//!   `section` measures the cost of the section itself; for vm-memory, the cost of the guard of `GuestMemoryAtomic`.
 //! * `update`: creates and deletes one slot among 32764; the time is per change. For slat, a change ends when it is
-//!   complete (zapped and flushed). For vm-memory, a change ends when the old collection is dropped; the region's own
-//!   mmap and munmap are left out.
+//!   complete (zapped and flushed). For vm-memory, a change ends when the old collection is dropped; the time does not
+//!   include the region's mmap and munmap.
 
 use std::sync::Arc;
 
@@ -128,7 +128,8 @@ impl Contenders {
         let mut add = |variant, ns: f64| {
             samples.add("slots", "update", variant, Metric::NsPerOp, ns);
         };
-        // The slot is not at the end of the address space. Its position is free because this slot was left out.
+        // The slot is in the middle of the address space. Its addresses are free, because this slot was not created
+        // before.
         let at = base(self.slots / 2) + PAGE;
         let mapping = MmapRegion::new(PAGE as usize).expect("one more mapping");
         let new = GuestRegionMmap::new(mapping, GuestAddress(at)).expect("a valid region");

@@ -1,18 +1,19 @@
-//! Checks that a stream has closed its descriptors, ended its threads, and freed its memory.
+//! Checks that after a stream its descriptors are closed, its threads have ended, and its memory is freed.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The time for which slat's own threads may still hold a closed object.
+/// The time for which slat's own threads may still hold an object after the stream has closed it.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
-/// The number of streams after which the process has everything that it keeps: buffers, stacks, the allocator's pools.
+/// The number of streams after which the process has allocated all that it keeps: buffers, stacks, the allocator's
+/// pools.
 const WARM: u64 = 128;
-/// The number of bytes by which resident memory may exceed its size after those streams, for other reasons.
+/// The number of bytes by which resident memory may grow after the first [`WARM`] streams, for other reasons.
 const SLACK: u64 = 64 << 20;
-/// The number of bytes that each stream may leave in addition, because libFuzzer keeps some inputs.
+/// The number of bytes that each stream may add, because libFuzzer keeps some inputs.
 const PER_STREAM: u64 = 16 << 10;
 /// The number of streams between two checks of resident memory.
 const EVERY: u64 = 64;
@@ -32,14 +33,14 @@ fn descriptors() -> BTreeSet<String> {
         let link = fs::read_link(entry.path()).unwrap_or_default();
         format!("{} {}", entry.file_name().display(), link.display())
     });
-    // The directory also lists the descriptor that reads the directory. When the link of that descriptor is read, the
-    // descriptor is closed, or its link leads to the directory.
+    // The directory also lists the descriptor by which it is being read. When that descriptor's link is read, the
+    // descriptor is already closed, or its link leads to the directory.
     links
         .filter(|link| !link.contains("/proc/") && !link.ends_with(' '))
         .collect()
 }
 
-/// Returns the bytes of memory that are resident.
+/// Returns the number of resident bytes of this process.
 pub fn resident() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("Linux has /proc/self/statm");
     let pages = statm
@@ -50,18 +51,19 @@ pub fn resident() -> u64 {
 }
 
 impl Before {
-    /// Records the state before a stream.
+    /// Records the state of the process before a stream.
     pub fn a_stream() -> Self {
         Before {
             descriptors: descriptors(),
         }
     }
 
-    /// Call when the stream has ended. Panics if a descriptor, a thread or memory of the stream still exists.
+    /// Panics if a descriptor, a thread or memory of the stream still exists. Call when the stream has ended.
     pub fn check(self) {
         let left =
             || -> Vec<_> { (descriptors().difference(&self.descriptors).cloned()).collect() };
-        // If one of slat's own threads drops a VM last, that thread closes the VM's descriptors.
+        // If one of slat's own threads is the last to drop a VM, that thread closes the VM's descriptors a little
+        // later.
         let begin = Instant::now();
         while !left().is_empty() {
             let left = left();
@@ -86,8 +88,8 @@ impl Before {
     }
 }
 
-/// Checks that there is one of each of slat's own threads, which serve the whole process. The stream's threads have
-/// been joined.
+/// Checks that none of slat's own threads, which serve the whole process, exists twice. Call after the stream's threads
+/// have been joined.
 fn check_threads() {
     let mut seen = BTreeSet::new();
     for task in fs::read_dir("/proc/self/task")

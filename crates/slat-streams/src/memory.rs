@@ -1,33 +1,33 @@
-//! Mappings between guard pages, and patterns that show a stray write.
+//! Mappings between guard pages, and patterns that make stray writes visible.
 
 use std::ops::Range;
 
 /// Size of a host page.
 pub const PAGE: usize = 4096;
 
-/// A range of addresses that this value owns.
+/// A reserved range of addresses, which this value owns.
 #[derive(Debug)]
 pub struct Reserved {
     start: usize,
     len: usize,
 }
 
-/// Maps `range`, which is in a [`Reserved`], to new anonymous memory with these rights. Returns whether the mapping
+/// Maps new anonymous memory with these rights at `range`, which is in a [`Reserved`]. Returns whether the mapping
 /// succeeded.
 ///
 /// # Safety
 /// Only guests and guarded accesses use the current mapping of `range`.
 pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: only guests and guarded accesses use the mapping that is replaced, as this function's `# Safety` asks of
-    // its caller.
+    // SAFETY: only guests and guarded accesses use the mapping that is replaced, as this function's `# Safety`
+    // requires.
     unsafe {
         libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED
     }
 }
 
-/// Like [`remap`], but maps `range` to the pages of a file, and then truncates the file in the middle, so that accesses
-/// beyond the middle cause SIGBUS.
+/// Like [`remap`], but maps the pages of a file at `range`, and then truncates the file in the middle, so that accesses
+/// to the second half cause SIGBUS.
 ///
 /// # Safety
 /// Only guests and guarded accesses use the current mapping of `range`.
@@ -36,7 +36,7 @@ pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
     let len = range.len();
     // SAFETY: the system calls use a descriptor of our own. Only guests and guarded accesses use the mapping that is
-    // replaced, as this function's `# Safety` asks of its caller.
+    // replaced, as this function's `# Safety` requires.
     unsafe {
         let fd = libc::memfd_create(c"file".as_ptr(), libc::MFD_CLOEXEC);
         let mapped = libc::ftruncate(fd, len as libc::off_t) == 0
@@ -48,7 +48,7 @@ pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
 }
 
 impl Reserved {
-    /// Reserves `len` bytes. At first none of them is accessible.
+    /// Reserves `len` bytes of addresses. None of them is accessible yet.
     pub fn new(len: usize) -> Self {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: the call makes a new mapping at an address of the kernel's choice.
@@ -60,7 +60,7 @@ impl Reserved {
         }
     }
 
-    /// Owns `range` from now on.
+    /// Makes the returned value the owner of `range`.
     ///
     /// # Safety
     /// `range` is a mapping that nothing else unmaps or replaces.
@@ -76,12 +76,12 @@ impl Reserved {
         self.start
     }
 
-    /// Returns all addresses.
+    /// Returns the range of all addresses.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
 
-    /// Makes `len` bytes from `offset` on accessible, as zeroes.
+    /// Makes `len` bytes from `offset` on accessible. They are zero.
     pub fn open(&self, offset: usize, len: usize) {
         assert!(offset + len <= self.len);
         let start = self.start + offset;
@@ -92,40 +92,42 @@ impl Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        // SAFETY: the mapping belongs to this value, and is not used any more: the streams drop their objects first.
+        // SAFETY: the mapping belongs to this value. The streams have dropped their objects, so nothing uses it any
+        // more.
         unsafe { libc::munmap(self.start as *mut _, self.len) };
     }
 }
 
-/// Returns the pattern's word at `address`. All words are different, and are unlikely to be a value that a guest
-/// writes.
+/// Returns the word of the pattern for the address `address`. The words of all addresses are different, and a guest is
+/// unlikely to write such a word.
 fn untouched(address: usize) -> u64 {
     (address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xc0de_cafe_0000_0000
 }
 
-/// Fills whole words with the pattern.
+/// Fills `range`, which consists of whole words, with the pattern.
 ///
 /// # Safety
 /// `range` is writable memory to which no reference exists.
 pub unsafe fn fill(range: Range<usize>) {
     for at in range.step_by(8) {
-        // SAFETY: the range is writable and has no references, as this function's `# Safety` asks of its caller.
+        // SAFETY: the range is writable and has no references, as this function's `# Safety` requires.
         unsafe { (at as *mut u64).write_volatile(untouched(at)) };
     }
 }
 
-/// Returns the address of the first word of `range` that has changed since [`fill`].
+/// Returns the address of the first word of `range` that differs from the pattern that [`fill`] has written. `None`: no
+/// word differs.
 ///
 /// # Safety
 /// `range` is readable memory.
 pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
-    // SAFETY: the range is readable, as this function's `# Safety` asks of its caller.
+    // SAFETY: the range is readable, as this function's `# Safety` requires.
     range
         .step_by(8)
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
 }
 
-/// Memory between two guard pages. A canary is a page outside each guard page that must not be written.
+/// Memory between two guard pages. Outside each guard page there is a canary: a page that must not be written.
 ///
 /// ```text
 /// canary | no access | memory | no access | canary
@@ -137,7 +139,8 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// Reserves `len` bytes, a number of whole pages, of which nothing is accessible yet.
+    /// Reserves `len` bytes between guard pages. `len` is a multiple of the page size. None of the bytes is accessible
+    /// yet.
     pub fn reserve(len: usize) -> Self {
         assert!(len.is_multiple_of(PAGE));
         let all = Reserved::new(len + 4 * PAGE);
@@ -145,13 +148,13 @@ impl Guarded {
         all.open(len + 3 * PAGE, PAGE);
         let guarded = Guarded { all, len };
         for canary in guarded.canaries() {
-            // SAFETY: the canary was just opened.
+            // SAFETY: the canary has just become accessible, and no reference to it exists.
             unsafe { fill(canary) };
         }
         guarded
     }
 
-    /// Makes `len` bytes of zeroes.
+    /// Makes `len` accessible bytes of zeroes between guard pages.
     pub fn new(len: usize) -> Self {
         let guarded = Self::reserve(len);
         guarded.open(0, len);
@@ -182,7 +185,7 @@ impl Guarded {
     /// Panics if a canary was written.
     pub fn check(&self) {
         for canary in self.canaries() {
-            // SAFETY: the canary was opened when this value was made, and is never closed.
+            // SAFETY: the canary became accessible when this value was made, and stays so.
             let touched = unsafe { first_touched(canary) };
             if let Some(at) = touched {
                 panic!("{at:#x}, beside {:#x?}, was written", self.range());
@@ -193,7 +196,7 @@ impl Guarded {
     /// Writes `bytes` at `offset`.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: the address is inside; the owner of the value has opened the range.
+        // SAFETY: the address is in the memory, and the owner of this value has made the range accessible.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),
@@ -203,11 +206,11 @@ impl Guarded {
         };
     }
 
-    /// Copies `len` bytes from `offset` on.
+    /// Returns a copy of `len` bytes from `offset` on.
     pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         assert!(offset + len <= self.len);
         let mut bytes = vec![0; len];
-        // SAFETY: the address is inside; the owner of the value has opened the range.
+        // SAFETY: the address is in the memory, and the owner of this value has made the range accessible.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (self.start() + offset) as *const u8,

@@ -1,14 +1,15 @@
-//! Supervises a stream's threads: kicks them, limits the time of calls, and reports findings.
+//! Supervises the threads of a stream: kicks them, limits the time of their calls, and reports findings.
 //!
-//! Each thread of a stream has a [`Lane`], where the thread announces its next step. One more thread, the watchman,
-//! checks all lanes every half millisecond. The watchman ends each `KVM_RUN` when its slice of time is over, by the
-//! kick that the stream has chosen. The watchman kicks only *once*, because a lost kick is a finding. A run can be
-//! kicked after it has begun. The watchman sees that in `kvm_run.flags`, because `KVM_RUN` clears the flags.
+//! Each thread of a stream has a [`Lane`], in which the thread announces its next step. One more thread, the watchman,
+//! checks all lanes every half millisecond. When the slice of time of a `KVM_RUN` is over, the watchman ends the
+//! `KVM_RUN`, by the kind of kick that the stream has chosen. The watchman kicks only *once*, because a lost kick is a
+//! finding. It kicks only after the run has begun, which it sees in `kvm_run.flags`, because `KVM_RUN` clears the
+//! flags.
 //!
 //! # Time
-//! Limits are in the thread's own CPU time, because other processes may keep the thread from running; and in user mode,
-//! because a kernel that is short of memory does other work in the thread's name. A sleeping thread uses no CPU time.
-//! For it there is a wall-time limit, so long that no load explains it.
+//! Time limits are in the thread's own CPU time, because other processes may keep the thread from running. Only time in
+//! user mode counts, because a kernel that is short of memory may do other work in the thread's name. A sleeping thread
+//! uses no CPU time. So there is also a limit in wall time, which is so long that a busy machine cannot explain it.
 
 use kvm_bindings::kvm_run;
 use std::collections::VecDeque;
@@ -19,30 +20,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The CPU time that a `KVM_RUN` may still take after its kick.
+/// The CPU time that a `KVM_RUN` may still take after its kick, if the kick is noticed at once.
 const KICKED_CPU: Duration = Duration::from_millis(100);
-/// The CPU time that a `KVM_RUN` may still take after a kick. If another thread must notice the kick, that thread may
-/// have to wait for a CPU.
+/// The CPU time that a `KVM_RUN` may still take after a kick. This limit is for a kick that another thread must notice,
+/// because that thread may have to wait for a CPU.
 const POLLED_CPU: Duration = Duration::from_secs(1);
 /// The CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);
 /// The time after which a call counts as hanging, however busy the machine is.
 const HANGS: Duration = Duration::from_secs(60);
-/// Time between two checks of the lanes by the watchman, the thread that finds hanging calls.
+/// The time between two checks of the lanes by the watchman.
 const TICK: Duration = Duration::from_micros(500);
-/// The number of steps that the report of a finding lists for each lane: the last ones.
+/// The number of last steps of each lane that the report of a finding lists.
 const REMEMBERED: usize = 24;
-/// The value that a lane stores in `kvm_run.flags` before a run. `KVM_RUN` overwrites it when the run begins.
+/// The value that a lane stores in `kvm_run.flags` before a run. `KVM_RUN` overwrites the value when the run begins.
 const NOT_BEGUN: u16 = 0xffff;
 
-/// The way in which a `KVM_RUN` is ended.
+/// The kind of kick that ends a `KVM_RUN`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kick {
-    /// A signal, whose handler announces itself.
+    /// A signal. Its handler announces the signal to slat.
     Signal,
-    /// `immediate_exit`, and then a signal, as some programs do to be sure.
+    /// `immediate_exit`, and then a signal. Some programs do both to be sure.
     ExitAndSignal,
-    /// `immediate_exit` alone. Ends a run only if no handler has promised to announce signals.
+    /// Only `immediate_exit`. It ends a run only if the process has not promised that its handlers announce signals.
     Exit,
 }
 
@@ -56,25 +57,25 @@ impl Kick {
     }
 }
 
-/// A step of a lane (a thread of the stream): one call that the watchman watches.
+/// A step of a lane (a thread of the stream): one call that the watchman supervises.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// Name of the step.
+    /// The name of the step.
     pub what: &'static str,
-    /// The step's object, or its argument.
+    /// The step's object and its argument, for the report.
     pub detail: [u64; 2],
 }
 
-/// The longest time of a `KVM_RUN`, and the means by which the watchman ends the run after this time.
+/// The maximum time of a `KVM_RUN`, and the kind of kick by which the watchman ends the run after this time.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice {
-    /// The vCPU's `kvm_run`, mapped until the run has returned.
+    /// The address of the vCPU's `kvm_run`. It is mapped until the run has returned.
     pub page: usize,
     /// The time for which the guest may run.
     pub length: Duration,
-    /// The way in which the run is ended after that time.
+    /// The kind of kick that ends the run after that time.
     pub kick: Kick,
-    /// CPU time that the run may take after the kick, in addition to the usual limit.
+    /// CPU time that the run may take after the kick, in addition to the limit for its kind.
     pub extra: Duration,
 }
 
@@ -113,13 +114,13 @@ pub struct Stream {
     lanes: Vec<Lane>,
 }
 
-/// The stream of this process; there is one at a time.
+/// The stream of this process. There is at most one at a time.
 static CURRENT: Mutex<Option<Arc<Stream>>> = Mutex::new(None);
 static CHANGED: Condvar = Condvar::new();
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 static FOUND: AtomicBool = AtomicBool::new(false);
 
-/// Returns the signal that ends runs.
+/// Returns the number of the signal that kicks vCPUs.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 7
 }
@@ -138,7 +139,7 @@ extern "C" fn on_backtrace(_signal: i32) {
     say(&std::backtrace::Backtrace::force_capture().to_string());
 }
 
-/// Blocks all signals, because kicks would arrive faster than a backtrace can be written.
+/// Blocks all signals of this thread. Otherwise kicks could arrive faster than a backtrace can be written.
 fn block_signals() {
     // SAFETY: the signal set is on the stack, and the call changes only the mask of this thread.
     unsafe {
@@ -148,7 +149,7 @@ fn block_signals() {
     }
 }
 
-/// Writes to standard error without its lock, which a thread that hangs may hold.
+/// Writes to standard error without taking its lock, which a hanging thread may hold.
 fn say(text: &str) {
     // SAFETY: the system calls only access live memory.
     unsafe {
@@ -170,7 +171,7 @@ fn prepare() {
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             block_signals();
-            // A panicking thread may hold any lock for a long time, except `CURRENT`.
+            // A panicking thread may hold any lock except `CURRENT` for a long time.
             let current = lock(&CURRENT).clone();
             if let Some(stream) = current {
                 account(&stream, &info.to_string());
@@ -184,7 +185,7 @@ fn prepare() {
     });
 }
 
-/// Runs `body` with `lanes` lanes under supervision. No other stream runs at the same time.
+/// Runs `body` with `lanes` lanes under the watchman's supervision. No other stream runs at the same time.
 pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(&Stream)) {
     prepare();
     let _alone = lock(&ONE_AT_A_TIME);
@@ -201,45 +202,46 @@ pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(
 }
 
 impl Stream {
-    /// Returns the lane of the thread with this index.
+    /// Returns the lane with this index.
     pub fn lane(&self, index: usize) -> &Lane {
         &self.lanes[index]
     }
 }
 
 impl Lane {
-    /// Assigns the calling thread to this lane.
+    /// Makes this lane the calling thread's lane.
     pub fn enter(&self) {
         let mut clock = 0;
-        // SAFETY: the calls are about the calling thread.
+        // SAFETY: the calls concern only the calling thread.
         let id = unsafe {
             let id = libc::pthread_self();
             libc::pthread_getcpuclockid(id, &mut clock);
             id
         };
-        // The lowest two bits choose the counted time (clock_getcpuclockid(3)'s clocks: linux/posix-timers.h).
+        // The lowest two bits of a clock's id choose the kind of time that the clock counts (clock_getcpuclockid(3);
+        // linux/posix-timers.h).
         const KINDS: libc::clockid_t = 3;
         const IN_USER_MODE: libc::clockid_t = 1;
         let clock = clock & !KINDS | IN_USER_MODE;
         *lock(&self.thread) = Some(Thread { id, clock });
     }
 
-    /// Call before the thread ends.
+    /// Ends the calling thread's use of the lane. Call before the thread ends.
     pub fn leave(&self) {
         *lock(&self.thread) = None;
     }
 
-    /// Does `work`, which must end within the limits of a call.
+    /// Does `work`, which must end within the time limits of a call.
     pub fn call<R: std::fmt::Debug>(&self, step: Step, work: impl FnOnce() -> R) -> R {
         self.supervised(step, None, work)
     }
 
-    /// Does `work`, which is one `KVM_RUN`, and ends it after its slice.
+    /// Does `work`, which is one `KVM_RUN`. The watchman ends the `KVM_RUN` after its slice of time.
     pub fn run<R: std::fmt::Debug>(&self, step: Step, slice: Slice, work: impl FnOnce() -> R) -> R {
-        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] asks.
+        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] requires.
         unsafe { flags(slice.page).write_volatile(NOT_BEGUN) };
         let result = self.supervised(step, Some(slice), work);
-        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] asks.
+        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] requires.
         unsafe { immediate_exit(slice.page).write_volatile(0) };
         result
     }
@@ -271,9 +273,10 @@ impl Lane {
         result
     }
 
-    /// Checks the lane. The watchman calls this. An error is a finding.
+    /// Checks the lane, and kicks its run if the slice is over. The watchman calls this function. An error is a
+    /// finding.
     fn look(&self, now: Instant) -> Result<(), String> {
-        // While these locks are held, the thread exists, its work does not end, and the page stays mapped.
+        // While these locks are held, the thread cannot end, its work cannot end, and the page stays mapped.
         let thread = lock(&self.thread);
         let mut work = lock(&self.work);
         let (Some(thread), Some(work)) = (thread.as_ref(), work.as_mut()) else {
@@ -284,7 +287,7 @@ impl Lane {
         };
         match work.kicked {
             Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit() + slice.extra),
-            // SAFETY: the page is mapped as long as the work exists.
+            // SAFETY: the page stays mapped as long as the work exists.
             None if unsafe { flags(slice.page).read_volatile() } == NOT_BEGUN => {
                 thread.check(work.began, work.cpu, now, CALL_CPU)
             }
@@ -319,11 +322,11 @@ impl Thread {
 
     fn kick(&self, slice: Slice) {
         if slice.kick != Kick::Signal {
-            // SAFETY: the page is mapped as long as the work exists.
+            // SAFETY: the page stays mapped as long as the work exists.
             unsafe { immediate_exit(slice.page).write_volatile(1) };
         }
         if slice.kick != Kick::Exit {
-            // SAFETY: the thread exists, since the lane is locked.
+            // SAFETY: the thread exists, because the lane is locked.
             unsafe { libc::pthread_kill(self.id, kick_signal()) };
         }
     }
@@ -340,7 +343,7 @@ impl Thread {
         if used < limit && waited < HANGS {
             return Ok(());
         }
-        // SAFETY: the thread exists, since the lane is locked.
+        // SAFETY: the thread exists, because the lane is locked.
         unsafe { libc::pthread_kill(self.id, backtrace_signal()) };
         Err(format!(
             "does not end: {waited:?}, {used:?} of them on a CPU"
@@ -354,7 +357,7 @@ fn watch() {
     loop {
         if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
         {
-            // The thread that reports a finding hangs, so it cannot finish its report.
+            // The thread that reports the finding hangs, so it cannot finish the report.
             std::process::abort();
         }
         let Some(stream) = current.clone() else {
@@ -367,7 +370,7 @@ fn watch() {
         let now = Instant::now();
         for (index, lane) in stream.lanes.iter().enumerate() {
             if let Err(what) = lane.look(now) {
-                // Lets the thread write its backtrace first.
+                // This gives the hanging thread time to write its backtrace.
                 std::thread::sleep(Duration::from_secs(2));
                 account(&stream, &format!("lane {index} {what}"));
                 std::process::abort();
@@ -378,13 +381,13 @@ fn watch() {
     }
 }
 
-/// Returns the file for the bytes of a finding.
+/// Returns the path of the file in which the bytes of a stream with a finding are stored.
 fn kept(stream: &Stream) -> PathBuf {
     std::env::temp_dir().join(format!("slat-{}-{}", stream.name, std::process::id()))
 }
 
-/// Prints the finding, and the last steps of every lane. Prints only the first finding, because there may be more
-/// findings while the process ends.
+/// Prints the finding and the last steps of every lane. Only the first finding is printed, because more findings may
+/// follow while the process ends.
 fn account(stream: &Stream, what: &str) {
     if FOUND.swap(true, Ordering::SeqCst) {
         return;

@@ -6,15 +6,14 @@
 //! * `slat-counts --compare FILE` compares the counts with those in FILE, and fails if one has risen by more than 3
 //!   %.
 //!
-//! Unlike times, the counts of one binary are the same in every run on every machine of the same architecture,
-//! whatever else the machine does. This needs one restriction: code that depends on the processor must not be
-//! counted. So functions of the C library are left out, because the library chooses some of them (copies, fills) by
-//! the processor's features. All other code that is not in this binary is left out, too. Different compilers make
-//! different instructions. So `--write` records the compiler, and `--compare` refuses counts of another compiler;
-//! `.ci/counts` then counts an earlier commit with the present compiler.
+//! Unlike times, the counts of one binary are the same in every run on every machine of the same architecture. For
+//! that, code that depends on the processor must not be counted. So only code in this binary is counted, and not the C
+//! library, which chooses some functions (copies, fills) by the processor's features. Different compilers generate
+//! different instructions. So `--write` records the compiler, and `--compare` refuses counts of another compiler. In
+//! that case `.ci/counts` counts an earlier commit with the present compiler.
 //!
-//! The program runs itself under valgrind. There, [`slat_counts_measured`] runs each operation, and at its end
-//! callgrind writes a file. The operations always have the same order.
+//! The program runs itself under valgrind. In that run, [`slat_counts_measured`] runs each operation, and callgrind
+//! writes a file at the end of each. The operations always run in the same order.
 
 #[path = "../frames.rs"]
 mod frames;
@@ -29,20 +28,20 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-/// The compiler that has made this program, and its target.
+/// The compiler that has compiled this program, and its target.
 const COMPILER: &str = env!("COUNTS_COMPILER");
-/// With this argument, the program runs the operations instead of counting them.
+/// The argument that makes the program run the operations instead of counting them.
 const OPERATIONS: &str = "--operations";
-/// The largest rise of a count that is accepted, as a share of the count.
+/// The largest increase of a count that is accepted, as a fraction of the count.
 const TOLERANCE: f64 = 0.03;
-/// A rise by fewer instructions than this is ignored: one instruction in a hundred calls.
+/// An increase by fewer instructions than this is ignored: it is one instruction in a hundred calls.
 const LEAST: f64 = 0.01;
 
-/// For each operation, the instructions for each page, or for each call.
+/// For each operation, the number of instructions for each page or call.
 type Counts = BTreeMap<String, f64>;
 
-/// Runs `operation`. Callgrind counts between this function's begin and its end, so callgrind gets the function's name
-/// as an argument.
+/// Runs `operation`. Callgrind counts the instructions between the beginning and the end of this function, whose name
+/// it gets as an argument.
 // SAFETY: no other function of this program, or of a library, has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -76,7 +75,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the operations under callgrind.
+/// Runs the operations under callgrind, and returns the counts.
 fn count() -> Result<Counts, String> {
     let program = std::env::current_exe().map_err(|error| format!("finding itself: {error}"))?;
     let directory = PathBuf::from(format!("{}.profiles", program.display()));
@@ -97,7 +96,7 @@ fn count() -> Result<Counts, String> {
         .arg(format!("--callgrind-out-file={}/of", directory.display()))
         .arg(&program)
         .arg(OPERATIONS)
-        // Clears the environment variables. They would only move the stack.
+        // The environment is empty, because its size would shift the addresses on the stack.
         .env_clear()
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .output()
@@ -141,7 +140,7 @@ fn write(file: &str, counts: &Counts) -> Result<(), String> {
     std::fs::write(file, text(counts)).map_err(|error| format!("{file}: {error}"))
 }
 
-/// Returns the counts of a file.
+/// Reads the counts in a file.
 fn read(file: &str) -> Result<Counts, String> {
     let text = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
     let compiler = text

@@ -1,6 +1,6 @@
-//! The operations, in the order in which they are counted: the life of a mapping for each format, and memslots.
+//! The operations that are counted, in their order: for each format the life of a mapping, and then memslots.
 //!
-//! Each operation prints its name, and the number of pages or calls that it consists of.
+//! Each operation prints its name, and the number of its pages or calls.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::machine::{Machine, region, vm};
 
 /// The address at which memslots begin.
 const BASE: u64 = 1 << 30;
-/// The number of pages of a memslot: 32 tables of level 1.
+/// The number of pages of a memslot. Their leaves fill 32 tables of level 1.
 const PAGES: u64 = 1 << 14;
 const SLOT: u32 = 0;
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
@@ -72,9 +72,9 @@ fn prefault<F: Format>(vcpu: &mut Vcpu<Machine, F>) {
     assert_eq!(vcpu.enter(0).prefault(range), Ok(PAGES << 12));
 }
 
-/// Returns the address of page `i` of the slot, in an order that visits each table again and again.
+/// Returns the address of the slot's page number `i` in an order in which all tables are visited again and again.
 fn page(i: u64) -> Gpa {
-    // The step is odd, so that each page is visited once.
+    // The step is odd, so that each page is visited exactly once.
     const STEP: u64 = 5003;
     Gpa(BASE + ((i * STEP % PAGES) << 12))
 }
@@ -132,7 +132,7 @@ fn life<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Counts the operations of the dirty log: faults of writes to protected pages, and harvests.
+/// Counts the operations of the dirty log: write faults on write-protected pages, and reading the log.
 fn log<F: Format>(counter: &mut Counter<'_>) {
     const WRITTEN: u64 = PAGES / 4;
     let (vm, mut vcpu) = world::<F>(Level::PAGE);
@@ -162,7 +162,7 @@ fn log<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Counts operations of readers of the dirty log: with one reader besides the client, and with four.
+/// Counts operations of readers of the dirty log, with one reader in addition to the client, and with four.
 fn readers<F: Format>(counter: &mut Counter<'_>) {
     const WRITTEN: u64 = PAGES / 4;
     let names = [
@@ -199,7 +199,7 @@ fn faults<F: Format>(counter: &mut Counter<'_>) {
         let mut entered = vcpu.enter(0);
         counter.count(name, faults, || {
             for i in 0..faults {
-                // The faults are at neighbouring pages, because programs often touch such pages.
+                // The faults are on neighbouring pages, because programs often touch neighbouring pages.
                 let gpa = Gpa(BASE + (i << 12));
                 entered
                     .translate(gpa, Access::Write)
@@ -239,7 +239,7 @@ fn huge<F: Format>(counter: &mut Counter<'_>) {
     assert_eq!(vm.stats().pages_4k, PAGES);
 }
 
-/// Counts operations on memslots: looked up, created and deleted.
+/// Counts operations on memslots: looking up, creating and deleting them.
 fn memslots(slots: u64, measure: Measure<'_>) {
     const TIMES: u64 = 512;
     let format = if slots > 8 { "slots-512" } else { "slots-8" };

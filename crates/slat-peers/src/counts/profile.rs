@@ -1,13 +1,13 @@
-//! Reads the file that callgrind writes (Valgrind manual, "Callgrind Format Specification").
+//! Reads the file that callgrind has written (Valgrind manual, "Callgrind Format Specification").
 
 use std::path::Path;
 
 /// Returns the number of instructions that `profile` has for functions in the file `object`, including the functions
 /// that were inlined there.
 ///
-/// A line of costs has two numbers: a position, here 0, and the number of instructions at it. `ob=` names the file for
-/// the following lines. The line after `calls=` has the costs of the function that was called. These costs are also in
-/// that function's own lines.
+/// A line of costs has two numbers: a position, which is always 0 here, and the number of instructions at this
+/// position. A line `ob=` names the object file for the following lines. The line after `calls=` has the costs of the
+/// called function. It is skipped, because the called function's own lines have the same costs.
 pub fn instructions_in(profile: &str, object: &Path) -> u64 {
     let (mut inside, mut of_call, mut sum) = (false, false, 0);
     for line in profile.lines() {

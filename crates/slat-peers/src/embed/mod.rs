@@ -1,10 +1,10 @@
-//! The guest memory of a hypervisor: compares slat with axaddrspace, the guest address spaces of ArceOS's
-//! hypervisors. Both are called by the same methods.
+//! Compares slat with axaddrspace, the crate for guest address spaces of ArceOS's hypervisors. Both are called by the
+//! same methods.
 //!
-//! axaddrspace keeps a list of areas, and maps them in page tables that the hypervisor provides. Here these are the
-//! tables of page_table_multiarch, by the same authors. slat is called through an adapter, on which
-//! `conformance/axaddrspace` also runs that crate's tests. The adapter was written for an earlier version, whose
-//! methods are similar.
+//! axaddrspace keeps a list of areas, and maps them in page tables that the hypervisor provides. Here the hypervisor's
+//! tables are those of page_table_multiarch, a crate by the same authors. slat is called through an adapter.
+//! `conformance/axaddrspace` uses the same adapter to run axaddrspace's own tests on slat. The adapter was written for
+//! an earlier version of axaddrspace, whose methods are similar.
 //!
 //! * `linear/map`, `linear/unmap`: 64 MiB of host memory, offset by one page so that all leaves have 4 KiB.
 //! * `linear/map-huge`, `linear/unmap-huge`: 1 GiB by leaves of 2 MiB; times are per page of 4 KiB.
@@ -16,7 +16,7 @@
 
 mod theirs;
 
-// The adapter expects these modules at the root of its own crate.
+// The adapter expects these modules at the root of its crate.
 #[path = "../../../../conformance/axaddrspace/address_space.rs"]
 #[expect(dead_code, reason = "the bench does not call all methods")]
 mod adapter;
@@ -41,15 +41,15 @@ pub type GuestPhysAddrRange = AddrRange<GuestPhysAddr>;
 const PAGE: usize = 4096;
 /// The address at which areas of small leaves begin.
 const BASE: usize = 1 << 30;
-/// The address at which areas of leaves of 2 MiB begin. A leaf of 1 GiB does not fit there. page_table_multiarch
-/// installs no huge leaf where there was a table.
+/// The address at which areas with 2 MiB leaves begin. At this address no leaf of 1 GiB fits. The address is far from
+/// the other areas, because page_table_multiarch installs no huge leaf where there was a table before.
 const HUGE_BASE: usize = (8 << 30) + (2 << 20);
 const SIZE: usize = 64 << 20;
 const HUGE: usize = 1 << 30;
-/// The size of the address space that contains all areas.
+/// The size of the address space, which contains all areas.
 const SPACE: usize = 16 << 30;
 
-/// A guest address space. Areas are readable and writable.
+/// A guest address space. All its areas are readable and writable.
 trait AddressSpace {
     const NAME: &'static str;
     fn new() -> Self;
@@ -57,7 +57,7 @@ trait AddressSpace {
     fn map_alloc(&mut self, at: usize, size: usize, populate: bool);
     fn unmap(&mut self, at: usize, size: usize);
     fn translate(&self, at: usize) -> Option<usize>;
-    /// Handles the fault of a write.
+    /// Handles the page fault of a write.
     fn fault(&mut self, at: usize) -> bool;
 }
 
@@ -93,7 +93,7 @@ impl AddressSpace for adapter::AddrSpace<Source> {
     }
 }
 
-/// Runs each contender once.
+/// Measures each contender once.
 pub fn round(samples: &mut Samples) {
     if samples.wants("embed", "") {
         contender::<theirs::AddrSpace>(samples);
@@ -157,10 +157,10 @@ fn contender<A: AddressSpace>(samples: &mut Samples) {
     space.unmap(BASE, SIZE);
 }
 
-/// Iterates over the pages, in an order that visits the tables again and again.
+/// Returns the pages in an order in which all tables are visited again and again.
 fn pages() -> impl Iterator<Item = usize> {
     const PAGES: usize = SIZE / PAGE;
-    // The step is odd, so that each page is visited once.
+    // The step is odd, so that each page is visited exactly once.
     const STEP: usize = 5003;
     (0..PAGES).map(|i| BASE + i * STEP % PAGES * PAGE)
 }

@@ -1,12 +1,12 @@
-//! The flushes of the adapter.
+//! The flush functions that the adapter needs. They do nothing.
 
-/// The module in which the adapter expects the processor's flushes.
+/// The module in which the adapter expects the processor's flush functions.
 pub mod arch {
     use page_table_multiarch::PagingMetaData;
 
     use super::super::GuestPhysAddr;
 
-    /// The metadata of the tables. Like all flushes of this program, `flush_tlb` does nothing.
+    /// The tables' metadata for page_table_multiarch. Its `flush_tlb` does nothing, like all flushes in this program.
     pub struct ExtendedPageTableMetadata;
 
     impl PagingMetaData for ExtendedPageTableMetadata {

@@ -1,4 +1,4 @@
-//! axaddrspace with the tables of page_table_multiarch.
+//! axaddrspace, with the tables of page_table_multiarch.
 
 use ax_memory_addr::{PhysAddr, VirtAddr};
 use axaddrspace::{AddrSpaceError, AddrSpaceResult, MappingFlags, NestedPageTableOps, PageSize};
@@ -8,7 +8,7 @@ use page_table_multiarch::{PageTable64, PagingHandler, PagingResult};
 use super::{AddressSpace, SPACE};
 use crate::tables::multiarch::{Entry, FourLevels, Source};
 
-/// The tables, with the types of axaddrspace, whose bits are equal.
+/// The tables, as a wrapper that converts between the flag types of the two crates, whose bits are equal.
 pub struct Tables(PageTable64<FourLevels, Entry, Source>);
 
 fn flags(flags: MappingFlags) -> page_table_entry::MappingFlags {
@@ -141,7 +141,7 @@ impl NestedPageTableOps for Tables {
     }
 }
 
-/// The address space.
+/// The guest address space of axaddrspace.
 pub struct AddrSpace(axaddrspace::AddrSpace<Tables>);
 
 const FLAGS: MappingFlags = MappingFlags::READ.union(MappingFlags::WRITE);

@@ -1,4 +1,4 @@
-//! The tables of aarch64-paging: stage 2, four levels.
+//! The tables of the crate aarch64-paging, as stage 2 tables with four levels.
 
 use std::ptr::NonNull;
 
@@ -15,7 +15,7 @@ struct Source;
 impl Translation<Stage2Attributes> for Source {
     fn allocate_table(&mut self) -> (NonNull<PageTable<Stage2Attributes>>, PhysicalAddress) {
         let frame = frames::alloc_frame();
-        // SAFETY: this code owns the frame, and the contract requires a zeroed one.
+        // SAFETY: this code owns the frame, and the contract requires a frame of zeroes.
         unsafe { frame.write_bytes(0, 4096) };
         (frame.cast(), PhysicalAddress(frame.as_ptr() as usize))
     }

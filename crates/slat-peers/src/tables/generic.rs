@@ -1,5 +1,5 @@
-//! The tables of page-table-generic, with four levels of plain x86-64 entries. Like everywhere in this program, the
-//! flush does nothing.
+//! The tables of the crate page-table-generic, with four levels and plain x86-64 entries. The flush does nothing, like
+//! all flushes in this program.
 
 use page_table_generic::{
     FrameAllocator, MapConfig, PageTable, PageTableEntry, PhysAddr, TableMeta, VirtAddr,

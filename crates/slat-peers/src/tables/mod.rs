@@ -1,23 +1,24 @@
-//! Page tables that map 1 GiB by 4 KiB pages.
+//! Compares page tables that map 1 GiB by 4 KiB pages.
 //!
-//! * `map`: maps the whole range, by the crate's range operation if it has one, else page by page.
-//! * `translate`: translates every page once, in one random order that all crates use. slat's pages were used before,
-//!   so their accessed and dirty bits are set. `translate-first` is the first use, which sets these bits; no peer
-//!   does that.
-//! * `lookup` and `lookup-vcpu`: the same pages by `Vm::lookup`, each in its own reader section, and by
-//!   `Vcpu::lookup` in the reader section of a vCPU. Only slat has these: they set no bits, and may be called while
-//!   others change the tables. `lookup-near` and `lookup-near-vcpu` do the same number of look-ups in 2 MiB, where a
-//!   walk causes no cache miss.
+//! * `map`: maps the whole range, by an operation on ranges if the crate has one, else page by page.
+//! * `translate`: translates every page once, in a random order that is the same for all crates. slat's pages were used
+//!   before, so their accessed and dirty bits are set. `translate-first` is the first use of the pages, which sets
+//!   these bits; no other crate sets them.
+//! * `lookup` and `lookup-vcpu`: looks up the same pages, by `Vm::lookup` (each call in its own reader section) and by
+//!   `Vcpu::lookup` (in the reader section of a vCPU). Only slat has these operations, which set no bits and may be
+//!   called while other threads change the tables. `lookup-near` and `lookup-near-vcpu` do the same number of look-ups
+//!   in 2 MiB, where a walk causes no cache miss.
 //! * `protect`: removes the right to write from every page. slat begins to log the slot's dirty pages, which includes
-//!   the bitmap and the flush. In `protect`, every page was written before, so walkers have no bit left to set. In
-//!   `protect-live`, no page was used, so a walker may set bits at any moment, and slat must not lose them. This
-//!   makes no difference for the peers, so they are measured only once.
-//! * `unmap`: ends when every table but the root is back at its source. slat deletes the memslot.
-//! * `split`: splits 512 leaves of 2 MiB into 4 KiB leaves. slat calls `clear_dirty_log` for no page, over a slot
-//!   that logs and is mapped by huge leaves: this splits eagerly, and protects nothing. x86_64 and
-//!   page_table_multiarch have no split. aarch64-paging splits a leaf when a part of it changes, so one page of each
-//!   leaf loses the right to write.
-//! * `limit`: plain stores to as many entries in the same frames. No crate can be faster.
+//!   the bitmap and the flush. In `protect`, every page was written before, so a hardware walker has no more bits to
+//!   set. In `protect-live`, no page was used, so a walker may set bits at any moment, and slat must not lose these
+//!   bits. For the other crates the two cases are the same, so they are measured only once.
+//! * `unmap`: unmaps the range. slat deletes the memslot. The time ends when every table except the root was given back
+//!   to the source of frames.
+//! * `split`: splits 512 leaves of 2 MiB into 4 KiB leaves. slat calls `clear_dirty_log` with an empty bitmap for a
+//!   slot that logs and is mapped by huge leaves; this splits the leaves, and write-protects no page. x86_64 and
+//!   page_table_multiarch have no split. aarch64-paging splits a leaf when a part of the leaf changes, so for this
+//!   crate one page of each leaf loses the right to write.
+//! * `limit`: writes the same number of entries in the same frames by plain stores. No crate can be faster.
 
 mod aarch64;
 mod generic;
@@ -54,7 +55,7 @@ impl Order {
         Order(order)
     }
 
-    /// Returns the exclusive or of the results of `translate` for every page's address.
+    /// Calls `translate` for every page's address. Returns the exclusive or of the results.
     #[inline(always)]
     pub fn translate(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
@@ -64,8 +65,8 @@ impl Order {
         sum
     }
 
-    /// Like [`Self::translate`], but all addresses are in the first 2 MiB, so that the CPU's nearest cache contains
-    /// the tables.
+    /// Like [`Self::translate`], but all addresses are in the first 2 MiB, so that the tables are in the CPU's
+    /// first-level cache.
     #[inline(always)]
     fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
@@ -88,9 +89,9 @@ trait Peer: Sized {
     fn map(&mut self);
     fn translate(&self, order: &Order) -> u64;
     fn protect(&mut self);
-    /// Unmaps the range: all tables except the root are freed.
+    /// Unmaps the range. All tables except the root are freed.
     fn unmap(self);
-    /// Makes a tree that maps the range by 2 MiB leaves. `None`: the crate cannot split leaves.
+    /// Makes tables that map the range by 2 MiB leaves. `None`: the crate cannot split leaves.
     fn huge() -> Option<Self>;
     fn split(&mut self);
 }
@@ -104,7 +105,8 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
     if life {
         let mut tables = T::new();
         add("map", time(|| tables.map()).0);
-        // Translate once before the measurement, because slat's pages are used once before it, too.
+        // The tables are translated once before the measurement, as slat's pages are used once before their
+        // measurement.
         let sum = tables.translate(order);
         assert_eq!(sum, order.expected(), "{} translates wrongly", T::NAME);
         let (ns, sum) = time(|| tables.translate(order));
@@ -118,7 +120,7 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
     }
 }
 
-/// Returns whether to measure the life of a mapping, from `map` to `unmap`, and whether to measure the split.
+/// Returns whether to measure the life of a mapping (from `map` to `unmap`), and whether to measure the split.
 fn wanted(samples: &Samples) -> (bool, bool) {
     let wants = |case: &&str| samples.wants("tables", case);
     let life = ["map", "translate", "lookup", "protect", "unmap"]
@@ -127,14 +129,14 @@ fn wanted(samples: &Samples) -> (bool, bool) {
     (life, wants(&"split"))
 }
 
-/// Measures plain stores to the entries of as many frames as the range needs at level 1.
+/// Measures plain stores to all entries of as many frames as the range has tables of level 1.
 fn limit(samples: &mut Samples) {
     let tables: Vec<_> = (0..PAGES / HUGE).map(|_| frames::alloc_frame()).collect();
     let (ns, ()) = time(|| {
         for table in &tables {
             let entries = table.cast::<u64>();
             for i in 0..HUGE {
-                // SAFETY: the entry is inside the frame, which belongs to this code.
+                // SAFETY: the entry is in the frame, which this code owns.
                 unsafe { entries.add(i as usize).write(BASE | i << 12) };
             }
         }
@@ -146,7 +148,7 @@ fn limit(samples: &mut Samples) {
     }
 }
 
-/// The comparison of slat's tables with those of other crates.
+/// The measurements of slat's tables and of other crates' tables.
 pub struct Tables {
     order: Order,
 }

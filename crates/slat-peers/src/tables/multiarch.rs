@@ -1,4 +1,5 @@
-//! The tables of page_table_multiarch, with x86-64 entries. The crate frees tables only when the whole tree is dropped.
+//! The tables of the crate page_table_multiarch, with x86-64 entries. The crate frees tables only when the whole tree
+//! is dropped.
 
 use memory_addr::{PhysAddr, VirtAddr};
 use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaData};
@@ -6,7 +7,7 @@ use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaD
 use super::{BASE, Order, PAGES, Peer};
 use crate::frames;
 
-/// The allocator of frames for the crate's tables.
+/// The allocator of frames for this crate's tables.
 pub struct Source;
 
 impl PagingHandler for Source {
@@ -26,7 +27,7 @@ impl PagingHandler for Source {
     }
 }
 
-/// The metadata of the tables. Like everywhere in this program, its flush does nothing.
+/// The metadata of the tables. Its flush does nothing, like all flushes in this program.
 pub struct FourLevels;
 
 impl PagingMetaData for FourLevels {
@@ -38,7 +39,7 @@ impl PagingMetaData for FourLevels {
     fn flush_tlb(_address: Option<VirtAddr>) {}
 }
 
-// The library has only the entries of the machine for which it is built.
+// The crate has only the entries of the architecture for which it is compiled.
 #[cfg(target_arch = "aarch64")]
 pub use page_table_entry::aarch64::A64PTE as Entry;
 #[cfg(target_arch = "x86_64")]

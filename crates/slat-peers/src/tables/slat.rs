@@ -78,8 +78,8 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
     }
 }
 
-/// Measures the split. Clearing the log splits the huge leaves first, because the slot logs and its log names every
-/// page.
+/// Measures the split. `clear_dirty_log` first splits the huge leaves, because the slot logs and all bits of its log
+/// are set.
 fn split_huge<F: Format>(add: &mut impl FnMut(&str, f64)) {
     let vm = vm::<F>(Level::MEGA);
     vm.set_manual_dirty_log(true, true);

@@ -1,4 +1,4 @@
-//! The tables of the crate x86_64, which are changed page by page.
+//! The tables of the crate x86_64. They are changed page by page.
 
 use x86_64::structures::paging::mapper::{CleanUp, MappedPageTable, PageTableFrameMapping};
 use x86_64::structures::paging::{
@@ -12,7 +12,7 @@ use crate::frames;
 
 struct Identity;
 
-// SAFETY: the physical address of a frame is its address.
+// SAFETY: a frame's physical address is its address in this process.
 unsafe impl PageTableFrameMapping for Identity {
     fn frame_to_pointer(&self, frame: PhysFrame) -> *mut PageTable {
         frame.start_address().as_u64() as *mut PageTable
@@ -55,7 +55,7 @@ impl Peer for Tables {
 
     fn new() -> Self {
         let root = frames::alloc_frame();
-        // SAFETY: this code owns the frame until `unmap`, and a zeroed frame is an empty table.
+        // SAFETY: this code owns the frame until `unmap`, and a frame of zeroes is an empty table.
         let mapper = unsafe {
             root.write_bytes(0, 4096);
             MappedPageTable::new(root.cast().as_mut(), Identity)
@@ -66,7 +66,7 @@ impl Peer for Tables {
     fn map(&mut self) {
         let flags = PageTableFlags::PRESENT | PageTableFlags::WRITABLE;
         for (page, frame) in pages() {
-            // SAFETY: no memory is accessed through this mapping.
+            // SAFETY: no memory is accessed by this mapping.
             let mapped = unsafe { self.mapper.map_to(page, frame, flags, &mut Source) };
             mapped.expect("nothing stands there").ignore();
         }
@@ -81,7 +81,7 @@ impl Peer for Tables {
 
     fn protect(&mut self) {
         for (page, _) in pages() {
-            // SAFETY: no memory is accessed through this mapping.
+            // SAFETY: no memory is accessed by this mapping.
             let changed = unsafe { self.mapper.update_flags(page, PageTableFlags::PRESENT) };
             changed.expect("mapped").ignore();
         }
@@ -91,7 +91,7 @@ impl Peer for Tables {
         for (page, _) in pages() {
             self.mapper.unmap(page).expect("mapped").1.ignore();
         }
-        // SAFETY: all tables below the root came from `Source`.
+        // SAFETY: `Source` has allocated all tables below the root.
         unsafe { self.mapper.clean_up(&mut Source) };
         frames::free_frame(self.root);
     }

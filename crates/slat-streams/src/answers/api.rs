@@ -1,11 +1,12 @@
-//! One interface to two implementations of KVM's API: slat's, as the preload library uses it, and the host kernel's.
+//! One interface to two implementations of KVM's API: slat's API as the preload library uses it, and the host kernel's
+//! API.
 
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::{Answer, Object};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// The implementation that serves a request.
+/// The implementation of KVM that serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
     /// slat.
@@ -17,7 +18,7 @@ pub enum Who {
 /// An object of the API.
 #[derive(Debug)]
 pub enum Handle {
-    /// An object of slat, and its descriptor, if the object has one.
+    /// An object of slat, with its descriptor if it has one.
     Slat(Object, Option<OwnedFd>),
     /// An object of the kernel.
     Kernel(OwnedFd),
@@ -53,8 +54,8 @@ impl Handle {
         }
     }
 
-    /// Makes a request whose argument is a struct, which the request may read and write. A table in the struct has as
-    /// many entries as its count says.
+    /// Makes a request whose argument is a struct, which the request may read and write. If the struct has a table, the
+    /// table has as many entries as its count says.
     ///
     /// # Errors
     /// The errno.
@@ -63,7 +64,7 @@ impl Handle {
         self.number(request, argument.as_mut_ptr() as u64)
     }
 
-    /// Returns the struct of `len` bytes that a request reads.
+    /// Makes a request that reads state. Returns the struct of `len` bytes with the state.
     ///
     /// # Errors
     /// The errno.
@@ -92,10 +93,12 @@ impl Handle {
     }
 }
 
+/// Makes an ioctl.
+///
 /// # Safety
-/// `argument` is valid for the request: a number, or the address of a struct of its size.
+/// `argument` is valid for the request: a number, or the address of a struct of the request's size.
 unsafe fn ioctl(fd: &OwnedFd, request: u32, argument: u64) -> Result<i32, i32> {
-    // SAFETY: `argument` is valid for the request, as this function's `# Safety` asks of its caller.
+    // SAFETY: `argument` is valid for the request, as this function's `# Safety` requires.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), argument) };
     match result {
         -1 => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)),
@@ -106,9 +109,9 @@ unsafe fn ioctl(fd: &OwnedFd, request: u32, argument: u64) -> Result<i32, i32> {
 /// The interrupt controllers of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Controllers {
-    /// None: vCPUs have no local APIC.
+    /// No controllers, so that vCPUs have no local APIC.
     None,
-    /// All controllers of a PC, with an 8254.
+    /// All controllers of a PC, including an 8254.
     Pc,
 }
 
@@ -123,7 +126,7 @@ pub struct Machine {
     pub vcpu: Handle,
 }
 
-/// The greatest number of CPUID leaves.
+/// The maximum number of CPUID leaves.
 const LEAVES: usize = 128;
 
 impl Machine {
@@ -141,8 +144,8 @@ impl Machine {
         Some(Machine { system, vm, vcpu })
     }
 
-    /// Gives the guest the CPUID leaves that slat supports, even if the kernel runs the guest, so that rules that
-    /// depend on CPUID are the same.
+    /// Gives the guest the CPUID leaves that slat supports. The guest gets them also if the kernel runs it, because
+    /// rules that depend on CPUID must then be the same.
     pub fn set_cpuid(&self) {
         let slat = Handle::system(Who::Slat).expect("slat has one");
         let entry = size_of::<kvm_cpuid_entry2>();

@@ -1,4 +1,4 @@
-//! The values at the edges of a rule: the last accepted values and the first refused ones.
+//! The values at the edges of a rule: the last values that a request accepts, and the first values that it refuses.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use std::ops::Range;
@@ -8,18 +8,19 @@ use std::ops::Range;
 pub enum Values {
     /// All values are valid.
     Any,
-    /// Values without bits other than these are valid.
+    /// Values without any bits other than these are valid.
     Bits(u64),
     /// Values up to this one are valid.
     UpTo(u64),
     /// Values from this one on are valid.
     From(u64),
-    /// The first list gives valid values, the second one invalid values.
+    /// The values in the first list are valid. The values in the second list are invalid.
     Listed(&'static [u64], &'static [u64]),
 }
 
 impl Values {
-    /// Returns the values at the edges that a field of `bits` bits can hold, and whether each is valid.
+    /// Returns the values at the edges, as far as a field of `bits` bits can hold them, and whether each value is
+    /// valid.
     pub fn edges(self, bits: u32) -> Vec<(u64, bool)> {
         let most = u64::MAX >> (64 - bits);
         let mut edges = match self {
@@ -64,31 +65,31 @@ pub enum On {
     Vcpu,
 }
 
-/// A request's argument before the rule's field is set.
+/// The argument of a request, before the rule's field is set in it.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument {
-    /// The field alone: a number.
+    /// A number, which is the field itself.
     Number,
-    /// The struct that another request reads: the request's number, and the size in bytes.
+    /// The struct that another request reads. Here are the number of that request, and the struct's size in bytes.
     Read(u32, usize),
-    /// A number of zero bytes.
+    /// This number of zero bytes.
     Zeros(usize),
-    /// The value of this MSR.
+    /// A table with one entry, which sets this MSR. The field is the MSR's value.
     Msr(u32),
 }
 
-/// The values for which the host's kernel may return another result than slat, with the reason.
+/// The values for which the host's kernel may return another result than slat, and why.
 #[derive(Clone, Copy, Debug)]
 pub enum Differs {
     /// The kernel may return other results for all values, for this reason.
     Always(&'static str),
-    /// Addresses that do not fit into 48 bits, but fit into the linear addresses of the host's processor.
+    /// For addresses that exceed 48 bits, but not the width of linear addresses of the host's processor.
     LinearWidth,
 }
 
 impl Differs {
-    /// Returns the reason why the host's kernel may return another result for `value`, given that the host's processor
-    /// has linear addresses of `bits` bits. `None`: it must return the same result.
+    /// Returns the reason why the host's kernel may return another result for `value`, if linear addresses of the
+    /// host's processor have `bits` bits. `None`: the kernel must return the same result as slat.
     fn why(self, value: u64, bits: u32) -> Option<&'static str> {
         let fits = |bits: u32| (value << (64 - bits)) as i64 >> (64 - bits) == value as i64;
         match self {
@@ -100,7 +101,7 @@ impl Differs {
     }
 }
 
-/// Returns the number of bits of the linear addresses of the host's processor.
+/// Returns the width in bits of the linear addresses of the host's processor.
 fn linear_bits() -> u32 {
     const LA57: u32 = 1 << 16;
     match slat_kvm::cpuid::host_leaf(7, 0).ecx & LA57 {
@@ -109,48 +110,48 @@ fn linear_bits() -> u32 {
     }
 }
 
-/// A result that differs from the list.
+/// A result that differs from the expected one.
 #[derive(Debug)]
 pub struct Difference {
-    /// The request, the value and the results.
+    /// A text with the request, the value, and both results.
     pub what: String,
-    /// The reason why the host's kernel may return this result. `None`: no list gives a reason, or the result is
-    /// slat's.
+    /// The reason why the host's kernel may return this result. `None`: there is no such reason, or slat has returned
+    /// the result.
     pub why: Option<&'static str>,
 }
 
-/// One rule of a SET request.
+/// One rule of a request that sets state: which values a field may have.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// The request's number (`KVM_SET_…`).
+    /// The number of the request (`KVM_SET_…`).
     pub request: u32,
-    /// The request's object.
+    /// The kind of object that serves the request.
     pub on: On,
     /// The rule in words.
     pub words: &'static str,
-    /// The controllers of the VM.
+    /// The interrupt controllers of the VM.
     pub controllers: Controllers,
     /// Whether the guest has CPUID leaves.
     pub cpuid: bool,
-    /// The argument of the request, before [`with`](Self::with) and the value of the field are applied.
+    /// The argument of the request, before [`with`](Self::with) changes it, and before the field is set.
     pub argument: Argument,
-    /// Sets the other fields that the rule depends on, in the bytes of the argument.
+    /// Sets, in the bytes of the argument, the other fields on which the rule depends.
     pub with: fn(&mut [u8]),
-    /// The field: offset and bytes.
+    /// The offset and the number of bytes of the field.
     pub field: (usize, usize),
     /// The values that the field may have.
     pub values: Values,
-    /// The errno that the request returns for other values.
+    /// The errno that the request returns for invalid values.
     pub errno: i32,
-    /// The values for which the host's kernel may return other results, with the reason.
+    /// The values for which the host's kernel may return other results, and why.
     pub differs: Option<Differs>,
 }
 
-/// The size of a table with one MSR, and the offsets of the MSR's number and value.
+/// The size of an MSR table with one entry, the offset of the MSR's number, and the offset of its value.
 const ONE_MSR: (usize, usize, usize) = (24, 8, 16);
 
 impl Rule {
-    /// Returns the bytes of the field.
+    /// Returns the range of the field's bytes.
     pub fn range(&self) -> Range<usize> {
         match self.argument {
             Argument::Msr(_) => ONE_MSR.2..ONE_MSR.2 + 8,
@@ -158,7 +159,7 @@ impl Rule {
         }
     }
 
-    /// Sets the field of an argument, and the other fields that must be set with it.
+    /// Sets the field in the bytes of an argument, and also the other fields that must be set with it.
     pub fn set(&self, bytes: &mut [u8], value: u64) {
         (self.with)(bytes);
         let range = self.range();
@@ -166,12 +167,13 @@ impl Rule {
         bytes[range].copy_from_slice(&value.to_le_bytes()[..len]);
     }
 
-    /// Returns the values at the rule's edges, and whether each is valid.
+    /// Returns the values at the edges of the rule, and whether each value is valid.
     pub fn edges(&self) -> Vec<(u64, bool)> {
         self.values.edges(self.range().len() as u32 * 8)
     }
 
-    /// Tries all edges on one new machine. Returns each wrong result. Returns nothing if there is no /dev/kvm.
+    /// Tries all values at the rule's edges on one new machine. Returns each wrong result. If there is no /dev/kvm,
+    /// returns nothing.
     pub fn check(&self, who: Who) -> Vec<Difference> {
         let Some(trial) = Trial::new(self, who) else {
             return Vec::new();
@@ -198,7 +200,7 @@ impl Rule {
 struct Trial<'a> {
     rule: &'a Rule,
     machine: Machine,
-    /// The argument without the field.
+    /// The argument before the field is set.
     base: Vec<u8>,
 }
 
@@ -217,7 +219,8 @@ impl<'a> Trial<'a> {
         trial.base = match rule.argument {
             Argument::Number => Vec::new(),
             Argument::Zeros(len) => vec![0; len],
-            // If the object does not have this state, both requests are refused.
+            // If the object does not have this state, the request to read the state and the request to set it are both
+            // refused.
             Argument::Read(request, len) => {
                 (trial.object().read(request, len)).unwrap_or_else(|_| vec![0; len])
             }
@@ -239,10 +242,10 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Makes the rule's request with `value`, and returns the answer.
+    /// Makes the rule's request with `value` in the field. Returns its result.
     ///
     /// # Errors
-    /// The errno; `EINVAL` for an MSR that was not set.
+    /// The errno. `EINVAL` if the request has not set the MSR.
     fn answer(&self, value: u64) -> Result<(), i32> {
         let request = self.rule.request;
         if let Argument::Number = self.rule.argument {
@@ -251,7 +254,7 @@ impl<'a> Trial<'a> {
         let mut bytes = self.base.clone();
         self.rule.set(&mut bytes, value);
         match self.object().bytes(request, &mut bytes) {
-            // KVM returns the number of MSRs that were set.
+            // KVM returns the number of MSRs that it has set.
             Ok(0) if matches!(self.rule.argument, Argument::Msr(_)) => Err(libc::EINVAL),
             Ok(_) => Ok(()),
             Err(errno) => Err(errno),

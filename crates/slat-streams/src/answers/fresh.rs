@@ -1,5 +1,5 @@
-//! The state of a new VM and a new vCPU in KVM, request by request. Except for the x87 unit, this is the state of a
-//! processor after RESET.
+//! The state of a new VM and a new vCPU in KVM, as the requests that read state return it. Except for the x87 unit,
+//! this is the state of a processor after RESET.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use super::edges::{Difference, On};
@@ -8,21 +8,21 @@ use slat_kvm::abi::*;
 use slat_kvm::user::Plain;
 use std::ops::Range;
 
-/// A GET request and its result for a new object.
+/// A request that reads state, and its result for a new object.
 pub struct Fresh {
-    /// The request's number (`KVM_GET_…`).
+    /// The number of the request (`KVM_GET_…`).
     pub request: u32,
-    /// The kind of the request's object.
+    /// The kind of object that serves the request.
     pub on: On,
-    /// The controllers of the VM.
+    /// The interrupt controllers of the VM.
     pub controllers: Controllers,
-    /// The argument of the request. Its bytes that are not zero select what is read.
+    /// The argument of the request. The bytes that are not zero select the state to read.
     pub asked: Vec<u8>,
     /// The result that KVM returns.
     pub answer: Result<Vec<u8>, i32>,
-    /// Bytes that are not compared, because they are times.
+    /// The bytes that are not compared, because they vary.
     pub varies: &'static [Range<usize>],
-    /// Bytes in which the host's kernel may differ, with the reason.
+    /// The bytes in which the host's kernel may return other values, and why.
     pub differs: &'static [(Range<usize>, &'static str)],
 }
 
@@ -32,7 +32,7 @@ fn bytes<T: Plain>(value: &T) -> Vec<u8> {
         .to_vec()
 }
 
-/// Returns the entry of a vCPU's request that reads a struct.
+/// Returns the list's entry for a vCPU's request that reads a struct. KVM returns `value`.
 fn vcpu<T: Plain>(request: u32, value: &T) -> Fresh {
     Fresh {
         request,
@@ -53,7 +53,7 @@ fn vm<T: Plain>(request: u32, value: &T) -> Fresh {
     }
 }
 
-/// Returns a segment of 64 KiB in real mode.
+/// Returns a real-mode segment of 64 KiB.
 fn segment(type_: u8, s: u8) -> kvm_segment {
     kvm_segment {
         limit: 0xffff,
@@ -111,7 +111,7 @@ fn sregs2() -> kvm_sregs2 {
     }
 }
 
-/// Returns the XSAVE area: FNINIT has set FCW, and RESET has set MXCSR.
+/// Returns the XSAVE area. FCW has the value that FNINIT sets, and MXCSR the value after RESET.
 fn xsave() -> [u32; 1024] {
     let mut area = [0; 1024];
     area[0] = 0x37f;
@@ -119,7 +119,7 @@ fn xsave() -> [u32; 1024] {
     area
 }
 
-/// Returns the registers of the bootstrap processor's local APIC. LINT0 is enabled, as by KVM's quirk.
+/// Returns the registers of the bootstrap processor's local APIC. Because of a quirk of KVM, LINT0 is enabled.
 fn lapic() -> kvm_lapic_state {
     let mut state = kvm_lapic_state::default();
     let registers = [
@@ -141,7 +141,8 @@ fn lapic() -> kvm_lapic_state {
     state
 }
 
-/// Returns the entry of a chip's state: an 8259's mask of edge/level bits, or the I/O APIC's masked pins.
+/// Returns the list's entry for a chip's state: the mask of edge/level bits of an 8259, or the masked pins of the I/O
+/// APIC.
 fn chip(id: u32) -> Fresh {
     let mut answer = vec![0; size_of::<kvm_irqchip>()];
     answer[0] = id as u8;
@@ -173,10 +174,10 @@ fn pit() -> kvm_pit_state2 {
     state
 }
 
-/// Returns all requests that read state.
+/// Returns the entries of all requests that read state.
 pub fn all() -> Vec<Fresh> {
     let regs = kvm_regs {
-        // RDX has the processor's signature. Without CPUID leaves, it is KVM's own.
+        // RDX has the processor's signature. Without CPUID leaves, KVM uses its own default.
         rdx: 0x600,
         rip: 0xfff0,
         rflags: 2,
@@ -255,8 +256,7 @@ pub fn all() -> Vec<Fresh> {
         },
         Fresh {
             controllers: Controllers::None,
-            // These fields vary: the clock; its flags, which follow from the host's clock; the real time; the host's
-            // TSC.
+            // These fields vary: the clock; the flags, which depend on the host's clock; the real time; the host's TSC.
             varies: &[Range { start: 0, end: 40 }],
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },
@@ -274,8 +274,8 @@ pub fn all() -> Vec<Fresh> {
 }
 
 impl Fresh {
-    /// Compares the result for a new object with the list. Returns the difference. `None`: there is none, or there is
-    /// no /dev/kvm.
+    /// Compares the result for a new object with the list. Returns a difference. `None`: there is no difference, or no
+    /// /dev/kvm.
     pub fn check(&self, who: Who) -> Option<Difference> {
         let machine = Machine::new(who, self.controllers)?;
         let object = match self.on {
@@ -304,7 +304,7 @@ impl Fresh {
         let wrong = (0..found.len()).filter(|at| {
             found[*at] != expected[*at] && !self.varies.iter().any(|range| range.contains(at))
         });
-        // A difference without a reason is reported before one with a reason.
+        // If there are several differences, one without a reason is reported.
         let wrong = wrong.min_by_key(|at| why(*at).is_some())?;
         Some(Difference {
             what: format!(
@@ -316,17 +316,18 @@ impl Fresh {
     }
 }
 
-/// An MSR of the index list that is not 0 in a new vCPU without CPUID.
+/// An MSR of KVM's index list that is not 0 in a new vCPU without CPUID leaves.
 pub struct FreshMsr {
     /// The MSR's number.
     pub index: u32,
-    /// The MSR's value. `None`: the MSR is a time.
+    /// The MSR's value. `None`: the MSR has a time, which varies.
     pub value: Option<u64>,
     /// The reason why the host's kernel may have another value.
     pub differs: Option<&'static str>,
 }
 
-/// Returns the MSRs of the index list that are not 0 in a new vCPU without CPUID. All other MSRs of the list are 0.
+/// Returns the MSRs of KVM's index list that are not 0 in a new vCPU without CPUID leaves. All other MSRs of the list
+/// are 0.
 pub fn msrs() -> Vec<FreshMsr> {
     let msr = |index, value| FreshMsr {
         index,
@@ -341,7 +342,7 @@ pub fn msrs() -> Vec<FreshMsr> {
             differs: Some("each vendor module has its own"),
             ..msr(0x8b, Some(if amd { 0x0100_0065 } else { 1 << 32 }))
         },
-        // SMBASE, which a client reads as this MSR.
+        // IA32_SMBASE: clients read SMBASE as this MSR.
         msr(0x9e, Some(0x3_0000)),
         msr(0xce, Some(1 << 31)),
         FreshMsr {
@@ -349,19 +350,19 @@ pub fn msrs() -> Vec<FreshMsr> {
             ..msr(0x1a0, Some(0x1800))
         },
         msr(0x277, Some(0x0007_0406_0007_0406)),
-        // TSC_RATIO: nested guests have the same rate as the guest.
+        // TSC_RATIO: the TSC of nested guests has the same rate as the guest's TSC.
         msr(0xc000_0104, Some(1 << 32)),
-        // MSRs of Hyper-V: the time for which the vCPU has run, and the VM's time; the frequencies of TSC and APIC.
+        // MSRs of Hyper-V: how long the vCPU has run; the VM's time; the frequencies of the TSC and of the APIC timer.
         msr(0x4000_0010, None),
         msr(0x4000_0020, None),
         msr(0x4000_0022, None),
         msr(0x4000_0023, None),
-        // Polling in halts is enabled.
+        // MSR_KVM_POLL_CONTROL: polling in halts is enabled.
         msr(0x4b56_4d05, Some(1)),
     ]
 }
 
-/// Compares all MSRs of the index list. Returns the differences.
+/// Compares all MSRs of KVM's index list. Returns the differences.
 pub fn check_msrs(who: Who) -> Vec<Difference> {
     let Some(machine) = Machine::new(who, Controllers::None) else {
         return Vec::new();
@@ -392,7 +393,7 @@ pub fn check_msrs(who: Who) -> Vec<Difference> {
     wrong
 }
 
-/// Returns the numbers of the MSRs that a client saves.
+/// Returns the numbers of the MSRs that a client must save (KVM_GET_MSR_INDEX_LIST).
 fn index_list(system: &Handle) -> Vec<u32> {
     const MOST: usize = 1024;
     let mut table = vec![0; 4 + 4 * MOST];

@@ -1,11 +1,11 @@
-//! Makes random instructions, among which difficult kinds are frequent.
+//! Makes random instructions. Kinds that are hard to execute correctly are frequent.
 
 use super::layout::{CODE, DATA, LOGGED, linear};
 use crate::memory::PAGE;
 use slat_model::Rng;
 
 /// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. If an
-/// instruction has a ModRM byte, the next random byte serves as that.
+/// instruction needs a ModRM byte, the random byte that follows is used as the ModRM byte.
 const SYSTEM: [&[u8]; 26] = [
     &[0x0f, 0x00],
     &[0x0f, 0x01],
@@ -37,7 +37,7 @@ const SYSTEM: [&[u8]; 26] = [
 const STRINGS: [u8; 14] = [
     0xa4, 0xa5, 0xa6, 0xa7, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf, 0x6c, 0x6d, 0x6e, 0x6f,
 ];
-/// Instructions that read, change and write memory.
+/// Instructions that read, change and write a memory operand.
 const LOCKABLE: [&[u8]; 16] = [
     &[0x00],
     &[0x01],
@@ -103,8 +103,8 @@ fn byte(rng: &mut Rng) -> u8 {
     rng.below(256) as u8
 }
 
-/// Appends a ModRM byte, and the bytes that it needs with 32-bit or 64-bit addresses; then a few bytes that are an
-/// immediate, or the next instruction.
+/// Appends a ModRM byte, and the bytes that this byte requires in 32-bit or 64-bit addressing. Then appends a few
+/// bytes, which the processor takes as an immediate operand or as the next instruction.
 fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     let modrm = byte(rng);
     code.push(modrm);
@@ -124,7 +124,7 @@ fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     }
 }
 
-/// Appends one instruction, or bytes that are no instruction.
+/// Appends one instruction, or bytes that are not a valid instruction.
 fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     for _ in 0..rng.pick(&[0, 0, 0, 1, 1, 2]) {
         code.push(rng.pick(&PREFIXES));
@@ -155,7 +155,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
             code.push(rng.pick(&[0xeb, 0x74, 0x75, 0x72, 0xe2, 0xe3, 0xe0]));
             return code.push(byte(rng));
         }
-        // mov rbx, address; inc byte [rbx]; sometimes jmp to the second of the two
+        // mov rbx, address; inc byte [rbx]; and sometimes a jmp to the inc
         11 => {
             code.extend([0x48, 0xbb]);
             code.extend(&linear(rng).to_le_bytes());
@@ -166,7 +166,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
                 &[0xfe, 0x03]
             });
         }
-        // mov r, address: the next operand is at an interesting address.
+        // mov r, address: the address is interesting, and may be used by a later operand.
         10 => {
             let long = rng.one_in(2);
             if long {
@@ -181,7 +181,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     operands(rng, code);
 }
 
-/// Opcodes of ordinary instructions with a ModRM byte, and the bytes of their immediate operand.
+/// The opcodes of ordinary instructions with a ModRM byte, each with the size of its immediate operand.
 const ORDINARY: [(&[u8], usize); 44] = [
     (&[0x01], 0),
     (&[0x03], 0),
@@ -244,7 +244,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
         code.push(0x66);
     }
     if rng.one_in(2) {
-        // The prefix names none of the registers R12 to R15, because R15 counts.
+        // The prefix does not select the registers R12 to R15, because the code uses R15 as its counter.
         code.push(0x48 | byte(rng) & 0xa);
     }
     let immediate = match rng.below(4) {
@@ -261,7 +261,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     };
     let modrm = byte(rng);
     match rng.below(3) {
-        // The operand is in memory that exists: the word at an address.
+        // The operand is a word of existing memory, at an absolute address.
         0 => {
             code.extend([modrm & 0x38 | 4, 0x25]);
             let base = rng.pick(&[DATA, DATA, LOGGED.gpa, CODE + 0x800]);
@@ -272,21 +272,21 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     code.extend((0..immediate).map(|_| byte(rng)));
 }
 
-/// The end of the code.
+/// The way in which the code ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The code ends with a jump to its beginning.
     Repeats,
-    /// The code ends with a jump to its beginning, until R15 has counted down to 0; then with a HLT. Only in 64-bit
-    /// code.
+    /// The code decrements R15 and jumps to its beginning, until R15 is 0; then it executes HLT. Only in 64-bit code.
     Counts,
 }
 
-/// Returns code. Sometimes the code begins shortly before the end of a page, so that instructions cross the end.
+/// Returns code. Sometimes the code begins shortly before the end of a page, so that an instruction crosses the page
+/// boundary.
 pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
-        // A jump skips the zeroes before the code. Zeroes are instructions, too.
+        // A jump skips the zeroes before the code, because zeroes are instructions, too.
         let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
         code.push(0xe9);
         code.extend(&(skipped as u32).to_le_bytes());
@@ -299,7 +299,7 @@ pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
             false => instruction(rng, &mut code),
         }
     }
-    // dec r15; jne; or jmp
+    // dec r15; jne to the beginning. Or only jmp to the beginning.
     let jump: &[u8] = match end {
         End::Repeats => &[0xe9],
         End::Counts => &[0x49, 0xff, 0xcf, 0x0f, 0x85],

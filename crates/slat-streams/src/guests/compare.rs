@@ -1,8 +1,9 @@
-//! Runs one guest twice, interpreted and compiled. Both must end each run for the same reason, and with the same
-//! registers and memory.
+//! Runs one guest twice: once interpreted, and once compiled. Each KVM_RUN of the two must end for the same reason, and
+//! with the same registers and memory.
 //!
-//! A guest may read the time, though it rarely does, and its runs are kicked if they last too long. So a difference
-//! counts only if both the interpreted and the compiled guest repeat their own results when they run again.
+//! A guest may (rarely) read the time, and a KVM_RUN that lasts too long is kicked. Both change the results. So a
+//! difference counts only if the interpreted guest and the compiled guest each repeat their own results when they run
+//! again.
 
 use super::code::End;
 use super::layout::{HUGE, linear};
@@ -16,28 +17,29 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The time for which an interpreted guest may run.
+/// The time for which one KVM_RUN of an interpreted guest may last.
 const INTERPRETED: Duration = Duration::from_millis(3);
-/// The longest time of a run whose code is compiled.
+/// The time for which one KVM_RUN of a compiled guest may last.
 const COMPILED: Duration = Duration::from_secs(2);
-/// The greatest number of exits. Other guests may have more, because this module reads all registers at each exit.
+/// The maximum number of exits. It is smaller than for other guests, because this module reads all registers at each
+/// exit.
 const EXITS: usize = 20;
-/// The greatest number of turns of the guest's code.
+/// The maximum number of iterations of the guest's code.
 const TURNS: u64 = 12;
-/// The greatest number of exits after which a guest cannot continue. After such an exit, the guest starts again, with
-/// the changes that it has made to its tables.
+/// The maximum number of exits after which a guest cannot continue (a shutdown, for example). After such an exit, the
+/// guest starts again, with the tables as it has changed them.
 const BROKEN: usize = 3;
-/// The number of times that the interpreted and the compiled guest each run again to confirm a difference.
+/// The number of times that the interpreted guest and the compiled guest each run again, to confirm a difference.
 const AGAIN: usize = 3;
 
-/// Counts the guests that ran both ways.
+/// Counts of guests that ran both interpreted and compiled.
 #[derive(Debug)]
 pub struct Compared {
     /// The number of exits at which the registers were compared.
     pub exits: AtomicU64,
-    /// The number of guests whose memory was compared in the end.
+    /// The number of guests whose memory was compared at the end.
     pub guests: AtomicU64,
-    /// The number of guests whose results differed when they ran again, because they read the time.
+    /// The number of guests that did not repeat their own results when they ran again, because they read the time.
     pub unsteady: AtomicU64,
 }
 
@@ -50,21 +52,21 @@ pub static COMPARED: Compared = Compared {
 
 /// A record of a guest's run.
 struct Account {
-    /// The reason for each exit, and the registers then.
+    /// The reason of each exit, and the registers at the exit.
     exits: Vec<String>,
-    /// The memory of each slot, and the pages that the slot's log named. Empty if a kick ended the guest.
+    /// For each slot, its memory and the pages that its dirty log has reported. Empty if a kick has ended the guest.
     memory: Vec<(Vec<u8>, Vec<usize>)>,
 }
 
-/// Runs the guest that `rng` makes in both ways: interpreted and compiled. Panics if the results differ.
+/// Makes a guest from `rng`, and runs it both interpreted and compiled. Panics if the results differ.
 pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     lane.enter();
     let tier = rng.clone().pick(&[Tier::Baseline, Tier::Full]);
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
-        // A kick has ended the interpreted guest, so nobody knows which instructions it executed after its last exit.
-        // The guest runs again, up to that exit.
+        // A kick has ended the interpreted guest, so it is unknown which instructions it has executed since its last
+        // exit. So the guest runs again, only up to that exit.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
     let at_once = Jit::AtOnce(tier);
@@ -88,7 +90,7 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     lane.leave();
 }
 
-/// Returns the first difference, if there is one. A guest that was kicked while its code was compiled has fewer exits.
+/// Returns the first difference, if there is one. If the compiled guest was kicked, it may have fewer exits.
 fn difference(interpreted: &Account, compiled: &Account) -> Option<String> {
     let both = interpreted.exits.iter().zip(&compiled.exits);
     for (index, (interpreted, compiled)) in both.enumerate() {
@@ -117,8 +119,8 @@ fn difference(interpreted: &Account, compiled: &Account) -> Option<String> {
     None
 }
 
-/// Runs the guest for at most `exits` exits. If a run lasts longer than `length`, the guest ends, and that run is not
-/// in the account.
+/// Runs the guest for at most `exits` exits. If a KVM_RUN lasts longer than `length`, the guest is ended, and that
+/// KVM_RUN is not in the account.
 fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Duration) -> Account {
     let mut guest = Guest::new(&mut rng.clone(), mode, jit, End::Counts);
     let mut account = Account {
@@ -152,7 +154,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             break;
         }
         let now = registers(vcpu) + &sums(&guest.slots);
-        // The guest waits for an interrupt that never arrives.
+        // If a HLT repeats the previous state, the guest waits for an interrupt that never arrives, so it is ended.
         let ends =
             (account.exits.last()).is_some_and(|last| said == "Ok(Hlt)" && last.ends_with(&now));
         account.exits.push(said + &now);
@@ -182,7 +184,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
     account
 }
 
-/// Returns a sum of each slot's memory, in text.
+/// Returns a text with a checksum of each slot's memory.
 fn sums(slots: &[Slot]) -> String {
     let small = slots.iter().filter(|slot| slot.place.slot != HUGE.slot);
     let sums = small.map(|slot| {
@@ -196,7 +198,7 @@ fn sums(slots: &[Slot]) -> String {
     format!("\nmemory:{}", sums.collect::<String>())
 }
 
-/// Sets the number of turns that the code takes, and registers that [`state::set`] does not.
+/// Sets the number of iterations of the code, and the registers that [`state::set`] does not set.
 fn set_turns(rng: &mut Rng, vcpu: &VcpuFd) {
     let mut registers = vcpu.get_regs().expect("registers can be read");
     registers.r15 = 1 + rng.below(TURNS);
@@ -205,7 +207,7 @@ fn set_turns(rng: &mut Rng, vcpu: &VcpuFd) {
     vcpu.set_regs(&registers).expect("registers can be set");
 }
 
-/// Returns all registers, in text.
+/// Returns the values of all registers as text.
 fn registers(vcpu: &VcpuFd) -> String {
     let mut text = String::new();
     let general = vcpu.get_regs().expect("registers can be read");
@@ -216,7 +218,7 @@ fn registers(vcpu: &VcpuFd) -> String {
         text,
         "\n{general:x?}\n{special:x?}\n{events:x?}\n{debug:x?}\n"
     );
-    // Shows only the words that are not 0, with their numbers.
+    // The text has only the words that are not 0, with their indices.
     let vectors = vcpu.get_xsave().expect("registers can be read").region;
     for (index, word) in vectors.iter().enumerate().filter(|(_, word)| **word != 0) {
         let _ = write!(text, " {index}:{word:x}");

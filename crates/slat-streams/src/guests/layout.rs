@@ -1,4 +1,4 @@
-//! The physical memory of a guest: the address of each part, and the addresses at which accesses are interesting.
+//! The layout of a guest's physical memory: the address of each part, and the addresses that make accesses interesting.
 
 use crate::memory::PAGE;
 use slat_model::Rng;
@@ -21,7 +21,7 @@ impl Place {
     }
 }
 
-/// The memslot with code, tables and stacks. The constants below are addresses in this memslot.
+/// The memslot with code, tables and stacks. The constants from `PML5` to `DATA` are addresses in this memslot.
 pub const MAIN: Place = Place {
     slot: 0,
     gpa: 0,
@@ -33,20 +33,20 @@ pub const ROM: Place = Place {
     gpa: 0x5_0000,
     pages: 4,
 };
-/// A memslot that is always logged.
+/// A memslot with dirty logging always on.
 pub const LOGGED: Place = Place {
     slot: 2,
     gpa: 0x6_0000,
     pages: 8,
 };
-/// A memslot above 4 GiB, which is also logged.
+/// A memslot above 4 GiB, also with dirty logging always on.
 pub const FAR: Place = Place {
     slot: 3,
     gpa: 1 << 32,
     pages: 4,
 };
-/// The memslot of system management mode, in the second address space, at the value of SMBASE after RESET. This memslot
-/// is logged.
+/// The memslot of system management mode, also with dirty logging on. It is in the second address space, at the value
+/// that SMBASE has after RESET.
 pub const SMRAM: Place = Place {
     slot: 1 << 16,
     gpa: 0x3_0000,
@@ -61,32 +61,32 @@ pub const HUGE: Place = Place {
     pages: 512,
 };
 
-/// The addresses of the tables of five levels, one page each. The roots of other modes are further down.
+/// The address of the table of level 5, the root of 5-level paging. Each table has one page.
 pub const PML5: u64 = 0x1000;
-/// The root of four levels.
+/// The address of the table of level 4, the root of 4-level paging.
 pub const PML4: u64 = 0x2000;
-/// The root of PAE paging, and the third level.
+/// The address of the table of level 3, the root of PAE paging.
 pub const PDPT: u64 = 0x3000;
-/// The second level, and the root of 32-bit paging.
+/// The address of the table of level 2, the root of 32-bit paging.
 pub const PD: u64 = 0x4000;
-/// The first level.
+/// The address of the table of level 1.
 pub const PT: u64 = 0x8000;
-/// The GDT.
+/// The address of the GDT.
 pub const GDT: u64 = 0x9000;
-/// The IDT.
+/// The address of the IDT.
 pub const IDT: u64 = 0xa000;
-/// The task-state segment. The guest uses only its stack pointers, and some zeroes after it.
+/// The address of the task-state segment. The guest uses only its stack pointers, and some zeroes after it.
 pub const TSS: u64 = 0xb000;
-/// The vCPUs' first instructions. Each vCPU has a page of code.
+/// The address of the first vCPU's first instruction. Each vCPU has a page of code.
 pub const CODE: u64 = 0xc000;
-/// The handlers that gates point to.
+/// The address of the handlers to which gates point.
 pub const HANDLERS: u64 = 0xf000;
 /// The top of the first vCPU's stack. The top of the second vCPU's stack is a page higher.
 pub const STACK: u64 = 0x1_2000;
-/// The guest's data.
+/// The address of the guest's data.
 pub const DATA: u64 = 0x1_4000;
 
-/// The guest-physical pages to which tables point: every kind of memory, an address without memory, and the tables
+/// The guest-physical pages that page tables can map: memory of every kind, an address without memory, and the tables
 /// themselves.
 const PHYSICAL: [u64; 20] = [
     0,
@@ -112,7 +112,7 @@ const PHYSICAL: [u64; 20] = [
     1 << 39,
 ];
 
-/// Returns a guest-physical page.
+/// Returns one of the guest-physical pages in `PHYSICAL`.
 pub fn physical(rng: &mut Rng) -> u64 {
     rng.pick(&PHYSICAL)
 }
@@ -120,8 +120,8 @@ pub fn physical(rng: &mut Rng) -> u64 {
 /// Returns a linear address, often near the end of a page.
 pub fn linear(rng: &mut Rng) -> u64 {
     let page = match rng.below(16) {
-        // Some addresses are in the upper half, which the fourth level maps a second time, some are in the tables,
-        // which map themselves, and some are not canonical.
+        // Some addresses are in the upper half, which entries of level 4 map a second time. Some are addresses of the
+        // tables, which map themselves. Some are not canonical.
         0 => 0xffff_8000_0000_0000 + physical(rng),
         1 => 0xffff_ff80_0000_0000 + (rng.below(8) << 12),
         2 => 1 << 47,

@@ -1,16 +1,16 @@
-//! Guests of random code, which test the software CPU with anything that a guest may contain.
+//! Guests of random code, to test the software CPU with anything that a guest may contain.
 //!
-//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory. The bytes
-//! also choose the actions of the main thread while the vCPUs run: it gets dirty logs, injects interrupts, invalidates
-//! memory, deletes and creates slots. Each run is kicked when its slice of time is over, and must end then
-//! ([`crate::watch`]).
+//! The fuzzer's bytes choose a mode, page tables, descriptors, registers and code, for one or two vCPUs on one memory.
+//! The bytes also choose the actions of the main thread while the vCPUs run: it reads dirty logs, injects interrupts,
+//! invalidates memory, deletes and creates slots. Each KVM_RUN is kicked when its slice of time is over, and must then
+//! end ([`crate::watch`]).
 //!
-//! A guest runs in one of three ways. The usual guest runs like the guest of any program. A compiled guest runs as
-//! compiled code from its first instruction on. A compared guest runs both interpreted and compiled, with one vCPU and
-//! no other activity. Both runs must have the same results (`compare`).
+//! There are three kinds of guests. The usual guest runs like the guest of any program. A compiled guest runs as
+//! compiled code from its first instruction on. A compared guest runs twice, interpreted and compiled, with one vCPU
+//! and without actions of the main thread. Its two runs must have the same results (`compare`).
 //!
-//! Afterwards this module checks that nothing was written outside the slots, or to the read-only slot; that every
-//! changed page of a logged slot is in the log; and that the VM's audit passes.
+//! At the end, this module checks that nothing was written outside the slots or to the read-only slot; that every
+//! changed page of a logged slot is in the log; and that the audit of the VM finds no error.
 
 mod code;
 mod compare;
@@ -34,16 +34,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tables::Mode;
 
-/// The greatest number of exits of a vCPU.
+/// The maximum number of exits of a vCPU.
 const EXITS: usize = 48;
-/// The greatest number of kicks of a vCPU.
+/// The maximum number of kicks of a vCPU.
 const KICKS: usize = 2;
-/// The choice of [`disturb`] that makes memory inaccessible.
+/// The value of the choice of [`disturb`] that makes memory inaccessible.
 const HIDE: u64 = 2;
-/// Bytes of a huge page.
+/// The size of a huge page in bytes.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Returns the factor by which a slice of time grows if it includes compilation.
+/// Returns the factor by which a slice of time is longer if it includes compilation.
 fn compiling(tier: Tier) -> u32 {
     match tier {
         Tier::Baseline => 2,
@@ -51,23 +51,23 @@ fn compiling(tier: Tier) -> u32 {
     }
 }
 
-/// The CPU time that the compilation of a region may take. A kick does not interrupt a compilation.
+/// The CPU time that the compilation of a code region may take. A kick does not interrupt a compilation.
 const COMPILES: Duration = Duration::from_secs(2);
 
-/// The way in which a guest's code is executed. Code of real mode is not compiled.
+/// The way in which a guest's code is executed. Real-mode code is never compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// The code runs as in every program: hot code is compiled, which happens rarely.
+    /// As in every program: only hot code is compiled, which is rare in these short runs.
     Usual,
-    /// Code is compiled before it runs.
+    /// All code is compiled before it runs.
     Compiled,
-    /// The guest runs both interpreted and compiled, to compare the two.
+    /// The guest runs twice, interpreted and compiled, and the results are compared.
     Compared,
 }
 
 impl Way {
-    /// Returns the way that a stream's first byte chooses: its lower three bits choose the mode, the next two bits the
-    /// way.
+    /// Returns the way that the first byte of a stream chooses. The lower three bits of this byte choose the mode, and
+    /// the next two bits choose the way.
     fn of(first: u64, mode: Mode) -> Self {
         match first >> 3 & 3 {
             _ if mode == Mode::Real => Way::Usual,
@@ -78,14 +78,14 @@ impl Way {
     }
 }
 
-/// Returns the first byte of a stream of a guest that runs both interpreted and compiled.
+/// Returns a first byte of a stream that chooses the way [`Way::Compared`].
 pub fn compared(random: u8) -> u8 {
-    // The mode is 64-bit mode in most cases, otherwise a mode of 32 bits.
+    // The mode is 64-bit mode in most cases, otherwise a 32-bit mode.
     let mode = [0, 6, 0, 6, 2 + random % 4][usize::from(random >> 5) % 5];
     random & 0xc0 | 2 << 3 | mode
 }
 
-/// Runs the guest that `bytes` make; see the module.
+/// Runs the guest that `bytes` describe (see the module's documentation).
 pub fn guests(bytes: &[u8]) {
     watch::stream("guests", bytes, 3, |stream| {
         let before = Before::a_stream();
@@ -109,11 +109,11 @@ struct Slot {
     place: Place,
     flags: u32,
     memory: Guarded,
-    /// Offset of the slot's memory in the mapping.
+    /// The offset of the slot's memory in `memory`.
     offset: usize,
-    /// The slot's content before the guest ran; empty if it is not checked.
+    /// The slot's contents before the guest runs. Empty if the contents are not checked.
     initial: Vec<u8>,
-    /// The pages that the slot's dirty log has named.
+    /// The pages that the slot's dirty log has reported so far.
     dirty: BTreeSet<usize>,
 }
 
@@ -137,7 +137,7 @@ impl Slot {
         memory.open(offset, HUGE_PAGE);
         let start = memory.start() + offset;
         mappings::changed(start..start + HUGE_PAGE);
-        // SAFETY: the call gives advice about our own memory.
+        // SAFETY: the call only gives advice about this slot's own memory.
         unsafe { libc::madvise(start as *mut _, HUGE_PAGE, libc::MADV_HUGEPAGE) };
         mappings::advised(start..start + HUGE_PAGE, HugePages::Wanted);
         Slot {
@@ -168,7 +168,7 @@ impl Slot {
         self.memory.read(self.offset, self.place.len())
     }
 
-    /// Gets the slot's log, and returns the pages that the log names.
+    /// Reads the slot's dirty log. Returns the log's bitmap.
     fn harvest(&mut self, vm: &VmFd) -> Vec<u64> {
         if !self.is_logged() {
             return Vec::new();
@@ -181,7 +181,7 @@ impl Slot {
         log
     }
 
-    /// Clears, in the dirty log, the pages that it names now.
+    /// Reads the slot's dirty log, and clears the reported pages in it.
     fn clear(&mut self, vm: &VmFd) {
         let named = self.harvest(vm);
         if !named.is_empty() {
@@ -191,7 +191,8 @@ impl Slot {
         }
     }
 
-    /// Panics if the guest wrote to memory that it must not write, or if a write is missing in the log.
+    /// Panics if the guest has written to memory to which it must not write, or if the log lacks a page that was
+    /// written.
     fn check(&self) {
         self.memory.check();
         if self.initial.is_empty() {
@@ -218,14 +219,14 @@ impl Slot {
     }
 }
 
-/// The choices for one vCPU: how it continues after its exits, and how its runs end.
+/// The decisions about one vCPU: how it continues after its exits, and how its KVM_RUNs are ended.
 struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
-    /// Additional CPU time of each run after its kick: see [`Slice::extra`].
+    /// The additional CPU time that each KVM_RUN may take after its kick (see [`Slice::extra`]).
     extra: Duration,
-    /// Whether the slots' memory is inaccessible at some times: see [`hide`].
+    /// Whether the slots' memory is sometimes inaccessible (see [`hide`]).
     may_fault: bool,
 }
 
@@ -233,22 +234,22 @@ struct Guest {
     vm: VmFd,
     mode: Mode,
     slots: Vec<Slot>,
-    /// The slot of system management mode. Its memory does not change while the guest runs, because an SMI without
-    /// this slot would end the VM.
+    /// The slot of system management mode. The main thread neither deletes this slot nor changes its memory, because an
+    /// SMI without this slot would end the VM.
     smram: Slot,
     vcpus: Vec<(VcpuFd, Conduct)>,
-    /// Numbers that choose the actions of the main thread while the vCPUs run: see [`disturb`].
+    /// The numbers that choose the actions of the main thread while the vCPUs run (see [`disturb`]).
     beside: Vec<u64>,
     irqchip: bool,
 }
 
 fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
-    // SAFETY: the memory of the slots belongs to the guest; this process does not rely on its content.
+    // SAFETY: the slots' memory belongs to the guest. This process does not rely on its contents.
     unsafe { vm.set_user_memory_region(region) }.expect("a slot of the layout");
 }
 
 impl Guest {
-    /// Makes a guest. If its code [counts](End::Counts), the guest has one vCPU, and acts in the same way each time.
+    /// Makes a guest. If its code [counts](End::Counts), the guest has one vCPU, and does the same in each run.
     fn new(rng: &mut Rng, mode: Mode, jit: Jit, end: End) -> Self {
         let mut choices = rng.below(256);
         if end == End::Counts {
@@ -289,7 +290,8 @@ impl Guest {
         for index in 0..count {
             main.write((CODE + index * 0x1000) as usize, &code::code(rng, end));
         }
-        // Writes code that the guest cannot change, and code across the end of a page.
+        // Writes two more pieces of code: one in read-only memory, which the guest cannot change, and one across a page
+        // boundary.
         slots[1].memory.write(0, &code::code(rng, end));
         let last = code::code(rng, end);
         let last = &last[..last.len().min(8)];
@@ -337,7 +339,7 @@ impl Guest {
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .expect("the table");
         vcpu.set_cpuid2(&cpuid).expect("before it runs");
-        // With an interrupt controller, the second vCPU would wait until the first vCPU starts it.
+        // If there is an interrupt controller, the second vCPU would otherwise wait until the first vCPU starts it.
         vcpu.set_mp_state(kvm_mp_state {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
@@ -395,7 +397,7 @@ impl Guest {
         self.check();
     }
 
-    /// Checks the VM and its memory after it has run.
+    /// Checks the VM and its memory after the vCPUs have run.
     fn check(&mut self) {
         for slot in self.slots.iter_mut().chain([&mut self.smram]) {
             slot.harvest(&self.vm);
@@ -407,11 +409,11 @@ impl Guest {
     }
 }
 
-/// Makes a slot's memory inaccessible for a moment. If `told`, reports to slat when the memory is accessible again.
+/// Makes a slot's memory inaccessible for a moment. If `told`, tells slat when the memory is accessible again.
 fn hide(slot: &Slot, told: bool) {
     let start = slot.memory.start() + slot.offset;
     let range = start..start + slot.place.len();
-    // SAFETY: the memory belongs to the guest, and this process does not access it now.
+    // SAFETY: the memory belongs to the guest, and this process does not access it during the call.
     let protect = |rights| unsafe { libc::mprotect(start as *mut _, range.len(), rights) };
     assert_eq!(protect(libc::PROT_NONE), 0);
     std::thread::sleep(Duration::from_micros(200));
@@ -425,7 +427,7 @@ fn hide(slot: &Slot, told: bool) {
     }
 }
 
-/// Deletes a slot for a moment. Meanwhile the vCPUs cannot write to the slot's memory.
+/// Deletes a slot for a moment. During that time, the vCPUs cannot write to the slot's memory.
 fn vanish(vm: &VmFd, slot: &mut Slot) {
     let region = slot.region();
     let gone = kvm_userspace_memory_region {
@@ -433,7 +435,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
         ..region
     };
     set_slot(vm, gone);
-    // The log was deleted with the slot, so all pages count as dirty.
+    // The log was deleted together with the slot, so all pages count as reported.
     slot.dirty.extend(0..slot.place.pages);
     let looked_at = slot.place.len().min(16 * PAGE);
     let before = slot.memory.read(slot.offset, looked_at);
@@ -447,7 +449,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
     set_slot(vm, region);
 }
 
-/// Takes an action beside the running vCPUs that does not change their memory.
+/// Does an action while the vCPUs run. The action does not change the contents of their memory.
 fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let index = (choice >> 3) as usize % slots.len();
     let slot = &mut slots[index];
@@ -474,7 +476,7 @@ fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     }
 }
 
-/// Runs one vCPU until it has reached its limits.
+/// Runs one vCPU until it has reached its limits of exits and kicks.
 fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Conduct) {
     let mut kicks = 0;
     for _ in 0..EXITS {
@@ -517,11 +519,11 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
 enum After {
     Go,
     Kicked,
-    /// The guest has shut down, or cannot continue.
+    /// The guest has shut down, or cannot continue for another reason.
     Broken,
 }
 
-/// Acts as the device to which a vCPU has exited.
+/// Handles a vCPU's exit, like a device. Returns how the vCPU continues.
 fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) -> After {
     match exit {
         Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
@@ -537,7 +539,7 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) 
     }
 }
 
-/// Injects a random event between two runs.
+/// Injects a random event between two KVM_RUNs.
 fn event(rng: &mut Rng, vcpu: &VcpuFd) {
     match rng.below(4) {
         0 => vcpu.nmi().expect("an NMI"),

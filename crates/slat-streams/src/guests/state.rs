@@ -1,4 +1,4 @@
-//! The registers with which a vCPU begins. Except for a few, they are valid for the vCPU's mode.
+//! The initial registers of a vCPU. Except for a few random changes, they are valid for the vCPU's mode.
 
 use super::layout::*;
 use super::tables::{GDT_LEN, Mode, selector};
@@ -69,7 +69,7 @@ fn code_segment(rng: &mut Rng, mode: Mode, user: bool) -> kvm_segment {
     }
 }
 
-/// Changes a few bits of a segment.
+/// Changes a few bits of a segment at random.
 fn disturb(rng: &mut Rng, segment: &mut kvm_segment) {
     match rng.below(5) {
         0 => segment.base = linear(rng),
@@ -199,7 +199,7 @@ fn general(rng: &mut Rng, vcpu: u64) -> kvm_regs {
     }
 }
 
-/// The MSR that makes KVM write the time to guest memory.
+/// The MSR (MSR_KVM_SYSTEM_TIME_NEW) that makes KVM write the time to guest memory.
 const CLOCK: u32 = 0x4b56_4d01;
 
 /// Sets a vCPU's registers, and sometimes a pending event. If `may_tell_time`, KVM may write the time to the guest's
@@ -207,8 +207,8 @@ const CLOCK: u32 = 0x4b56_4d01;
 pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: bool) {
     let now = vcpu.get_sregs().expect("registers can be read");
     let (sregs, valid) = special(rng, mode, now);
-    // If KVM refuses the changed registers, the valid registers are set. If KVM refuses these, too, there are no five
-    // levels of paging, and the vCPU gets four levels.
+    // If KVM refuses the changed registers, the valid registers are set. If KVM refuses these, too, 5-level paging is
+    // not supported, and the vCPU gets 4-level paging.
     if vcpu.set_sregs(&sregs).is_err() && vcpu.set_sregs(&valid).is_err() {
         let four = kvm_sregs {
             cr4: valid.cr4 & !LA57,
@@ -237,7 +237,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: 
         ];
         msrs.retain(|entry| may_tell_time || entry.index != CLOCK);
         let msrs = Msrs::from_entries(&msrs).expect("a few entries");
-        // KVM stops at the first MSR that it refuses, which has a non-canonical address.
+        // If an MSR's value is a non-canonical address, KVM refuses it and stops there.
         vcpu.set_msrs(&msrs).expect("MSRs can be set");
     }
     if rng.one_in(4) {
@@ -259,7 +259,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: 
                 events.nmi.pending = 1;
             }
         }
-        // KVM refuses senseless events.
+        // KVM refuses events that contradict each other.
         let _ = vcpu.set_vcpu_events(&events);
     }
 }

@@ -1,26 +1,27 @@
-//! The tables that a guest's CPU reads: page tables, descriptors, gates. All but a few entries are valid.
+//! The tables that a guest's CPU reads: page tables, descriptor tables, gates. Except for a few random entries, they
+//! are valid.
 
 use super::code::End;
 use super::layout::*;
 use crate::memory::Guarded;
 use slat_model::Rng;
 
-/// The mode of a guest. The mode determines how the guest's addresses are translated.
+/// The mode in which a guest runs. It determines how the guest's addresses are translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Real mode.
     Real,
     /// Protected mode without paging.
     Flat,
-    /// Two levels, with pages of 4 MiB.
+    /// Protected mode with 32-bit paging: two levels, with pages of 4 MiB.
     Bits32,
-    /// Three levels.
+    /// Protected mode with PAE paging: three levels.
     Pae,
-    /// Long mode.
+    /// Long mode (64-bit mode).
     Long,
-    /// Long mode, in a segment of 32 bits.
+    /// Compatibility mode: long mode in a 32-bit code segment.
     Compatibility,
-    /// Long mode with five levels.
+    /// Long mode with 5-level paging.
     Level5,
 }
 
@@ -37,12 +38,12 @@ impl Mode {
         Mode::Long,
     ];
 
-    /// Whether EFER.LMA is set.
+    /// Whether EFER.LMA is set in this mode.
     pub fn is_long(self) -> bool {
         matches!(self, Mode::Long | Mode::Compatibility | Mode::Level5)
     }
 
-    /// Returns CR3.
+    /// Returns the value of CR3.
     pub fn root(self) -> u64 {
         match self {
             Mode::Real | Mode::Flat => 0,
@@ -54,9 +55,9 @@ impl Mode {
     }
 }
 
-/// The flags of an entry: present, writable, user, and not accessed yet.
+/// The flags of an entry: present, writable, user; not accessed yet.
 const ENTRY: u64 = 7;
-/// The flag of an entry of a higher table that maps a page.
+/// The flag in an entry above level 1 that makes the entry map a page.
 const PAGE_SIZE: u64 = 0x80;
 
 struct Entries<'a> {
@@ -71,7 +72,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes the page tables of a mode: all memory is mapped one to one, except a few random entries.
+/// Writes the page tables of a mode. They map all memory one to one, except for a few random entries.
 pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
     let size = if mode == Mode::Bits32 { 4 } else { 8 };
     let tables = Entries { memory, size };
@@ -111,7 +112,7 @@ pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
             entry |= 1;
         }
         if rng.one_in(4) {
-            // Sets one of these bits: reserved bits, ignored bits, protection keys, no-execute.
+            // Sets one bit from 40 up: a reserved bit, an ignored bit, a bit of the protection key, or no-execute.
             entry |= 1 << (40 + rng.below(24));
         }
         tables.set(table, index, entry);
@@ -130,10 +131,10 @@ pub mod selector {
     pub const TSS: u16 = 0x40;
 }
 
-/// Bytes of the GDT.
+/// The size of the GDT in bytes.
 pub const GDT_LEN: usize = 16 * 8;
 
-/// Writes the GDT: flat segments of all kinds, a task, an LDT, gates. A few entries are random.
+/// Writes the GDT: flat segments of all kinds, a task-state segment, an LDT, gates. A few entries are random.
 pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
     let system = |kind: u64, base: u64, limit: u64| {
         limit | (base & 0xff_ffff) << 16 | kind << 40 | (base >> 24 & 0xff) << 56
@@ -169,18 +170,18 @@ pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
     }
 }
 
-/// Exceptions with an error code, as bits.
+/// The exceptions that push an error code, one bit for each vector.
 const WITH_ERROR: u32 = 1 << 8 | 0x1f << 10 | 1 << 17 | 1 << 21;
 
-/// Writes the IDT of a mode, or the vectors of real mode. Also writes the handlers, and the task's stacks. If the code
-/// [counts](End::Counts), most handlers continue after the byte that faulted.
+/// Writes the IDT of a mode, or the interrupt vectors of real mode. Also writes the handlers, and the stack pointers of
+/// the task. If the code [counts](End::Counts), most handlers skip the byte at which the fault occurred, and return.
 pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     const STEP: usize = 16;
     let returns: [&[u8]; 6] = [
         &[0x48, 0xcf],
         &[0xcf],
         &[0xf4, 0xeb, 0xfd],
-        // Skips the byte that faulted, and an error code.
+        // Skips the byte at which the fault occurred. The next variant first removes the error code.
         &[0x48, 0xff, 0x04, 0x24, 0x48, 0xcf],
         &[0x48, 0x83, 0xc4, 0x08, 0x48, 0xff, 0x04, 0x24, 0x48, 0xcf],
         &[0xff, 0x04, 0x24, 0xcf],
@@ -195,7 +196,7 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     }
     let kinds: &[u64] = match end {
         End::Repeats => &[0x8e, 0x8e, 0x8f, 0xee, 0x86, 0x85],
-        // The gate types of long mode.
+        // In code that counts, gates have only the types of long mode.
         End::Counts => &[0x8e, 0x8f, 0xee],
     };
     let kind = rng.pick(kinds);
@@ -223,7 +224,7 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
         let at = IDT as usize + rng.below(0x200) as usize;
         memory.write(at, &[rng.below(256) as u8]);
     }
-    // The stack pointers from RSP0 to IST7, which overlap the stacks of the 32-bit task.
+    // Sets the stack pointers from RSP0 to IST7. They overlap those of a 32-bit task.
     for at in (4..0x60).step_by(8) {
         memory.write(TSS as usize + at, &(STACK - 0x800).to_le_bytes());
     }

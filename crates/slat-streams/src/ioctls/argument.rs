@@ -1,16 +1,16 @@
-//! Arguments of requests: structs at good and bad addresses, and the memory that a call may write.
+//! Makes the arguments of requests: structs at good and bad addresses, and memory that a call may write.
 
 use crate::memory::{Guarded, PAGE, fill};
 use slat_kvm::user::Plain;
 use slat_model::Rng;
 use std::ops::Range;
 
-/// The number of pages of a buffer that can be read and written. A guard page follows them.
+/// The number of accessible pages of a buffer. A guard page follows them.
 const OPEN: usize = 3;
-/// The number of pages after the guard page that can only be read.
+/// The number of read-only pages after the guard page.
 const READ_ONLY: usize = 3;
 
-/// Values near which requests change their behaviour.
+/// Values at which requests may change their behaviour.
 pub const BOUNDARIES: [u64; 24] = [
     0,
     1,
@@ -45,8 +45,8 @@ pub fn bytes_of<T: Plain>(value: &T) -> Vec<u8> {
         .to_vec()
 }
 
-/// Changes a few fields. This function does not know the struct's real fields. So it changes runs of 1, 2, 4 or 8
-/// bytes, usually aligned.
+/// Changes a few fields at random. This function does not know the struct's real fields, so it changes runs of 1, 2, 4
+/// or 8 bytes, usually aligned.
 pub fn mutate(rng: &mut Rng, bytes: &mut [u8]) {
     if bytes.is_empty() || rng.one_in(3) {
         return;
@@ -66,7 +66,7 @@ pub fn mutate(rng: &mut Rng, bytes: &mut [u8]) {
     }
 }
 
-/// A buffer for the arguments of one lane.
+/// A buffer for the arguments of the requests of one lane (a thread of the stream).
 #[derive(Debug)]
 pub struct Buffer {
     memory: Guarded,
@@ -100,17 +100,16 @@ impl Buffer {
         at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
     }
 
-    /// Writes `bytes` to the buffer, and returns their address. Usually the caller can read and write all of the bytes
-    /// there.
+    /// Writes `bytes` to the buffer, and returns their address. Usually all of the bytes are in accessible memory.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
         let open = self.open();
         // SAFETY: the memory belongs to the buffer.
         unsafe { fill(open.clone()) };
         let at = match rng.below(16) {
-            // The struct ends where the guard page begins.
+            // The struct ends at the beginning of the guard page.
             0..=4 => open.end - bytes.len(),
-            // The guard page begins somewhere inside the struct.
+            // The guard page begins in the middle of the struct.
             5 => (open.end - bytes.len()) + 1 + rng.below(bytes.len().max(1) as u64) as usize,
             6 => open.start + 1 + rng.below((open.len() - bytes.len()) as u64 / 2 + 1) as usize,
             7 => open.end + PAGE,
@@ -137,7 +136,7 @@ impl Buffer {
         at as u64
     }
 
-    /// Panics if a byte of the buffer outside `allowed` was written since [`place`](Self::place).
+    /// Panics if a byte of the buffer outside `allowed` was written since the last [`place`](Self::place).
     pub fn check(&self, what: &str, allowed: Range<u64>) {
         self.memory.check();
         let open = self.open();

@@ -1,9 +1,11 @@
-//! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
+//! Streams of requests on several threads. The requests are made as the preload library makes them: `Object::ioctl`
+//! with raw addresses.
 //!
-//! Each thread, called a lane, has a part of the bytes. The bytes choose the lane's next action. A lane may make a
-//! request, whose argument is valid except for a few changed fields, and is usually at a valid address. It may run a
-//! vCPU, until the watchman ends the run. It may change the guests' memory, with or without a report to slat. It may
-//! write to memory that is shared with a vCPU. It may close a descriptor.
+//! Each thread, called a lane, gets a part of the fuzzer's bytes. These bytes choose the lane's actions. A lane may
+//! make a request, whose argument is valid except for a few changed fields, and is usually at a valid address. It may
+//! run a vCPU, until the watchman (a thread that supervises the lanes) ends the KVM_RUN. It may change the mappings of
+//! guest memory, and tell slat about the change or not. It may write to memory that is shared with a vCPU. It may close
+//! a descriptor.
 
 mod argument;
 mod requests;
@@ -27,9 +29,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use world::{Handle, PAGES, World};
 
-/// The number of threads of a stream.
+/// The number of lanes of a stream.
 const LANES: usize = 3;
-/// Pages that hold the guests' programs, at the start of slot 0.
+/// The guests' programs. Each is in a page of its own, from the start of slot 0.
 const PROGRAMS: [&[u8]; 10] = [
     // jmp $
     &[0xeb, 0xfe],
@@ -37,7 +39,7 @@ const PROGRAMS: [&[u8]; 10] = [
     &[
         0xb9, 0x00, 0x10, 0x89, 0x0e, 0x00, 0x20, 0xe2, 0xfa, 0xeb, 0xf5,
     ],
-    // inc byte [bx]; add bx,0x100; jmp: writes everywhere
+    // inc byte [bx]; add bx,0x100; jmp: writes to all of the memory
     &[0xfe, 0x07, 0x81, 0xc3, 0x00, 0x01, 0xeb, 0xf8],
     // mov al,[0xf000]; mov [0xf008],al; jmp
     &[0xa0, 0x00, 0xf0, 0xa2, 0x08, 0xf0, 0xeb, 0xf8],
@@ -47,7 +49,7 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfb, 0xf4, 0xeb, 0xfc],
     // rep outsb; jmp
     &[0xb9, 0x00, 0x10, 0xba, 0x10, 0x00, 0xf3, 0x6e, 0xeb, 0xf6],
-    // lock inc byte [0x3000]; inc byte [0x800b]: changes its own displacement
+    // lock inc byte [0x3000]; inc byte [0x800b]: changes the instruction's own displacement
     &[
         0xf0, 0xfe, 0x06, 0x00, 0x30, 0xfe, 0x06, 0x0b, 0x80, 0xeb, 0xf5,
     ],
@@ -57,14 +59,14 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfa, 0xf4],
 ];
 
-/// The errno that every call of a dead VM returns. A VM is dead after an SMI that found no SMRAM. A call that panics
-/// also makes the VM dead, but such a call ends its lane, too.
+/// The errno that every call on a dead VM returns. A VM is dead after an SMI if no memslot contains SMRAM. A call that
+/// panics also makes its VM dead, but ends its lane, too.
 const DEAD: i32 = libc::EIO;
 
-/// The page of one more program. The program's last instruction crosses into the next page.
+/// The page number of one more program, whose last instruction crosses into the next page.
 const ACROSS: usize = PROGRAMS.len();
 
-/// The page and the code of the SMI handler, if SMBASE is unchanged. The code is `inc word [0x4000]; rsm`.
+/// The page number and the code of the SMI handler, for the initial SMBASE. The code is `inc word [0x4000]; rsm`.
 const SMI_HANDLER: (usize, &[u8]) = (0x38, &[0xff, 0x06, 0x00, 0x40, 0x0f, 0xaa]);
 
 /// Returns a page of code that jumps to the page's last two bytes. The last two bytes are the first two bytes of `mov
@@ -76,10 +78,10 @@ fn across() -> Vec<u8> {
     page
 }
 
-/// Carries out the stream of `bytes`; see the module.
+/// Carries out the stream that `bytes` describe (see the module's documentation).
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
-    // The preload library makes the same calls.
+    // These calls, too, are made as the preload library makes them.
     SIGNALS.call_once(|| {
         slat_kvm::watch_signals();
         begin_irqfds();
@@ -107,7 +109,7 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        // Wait, because slat's own threads may still hold an object.
+        // slat's own threads may still hold an object for some time, so this waits.
         let begin = Instant::now();
         while !slat_kvm::notify::live().is_empty() {
             assert!(begin.elapsed() < SOON, "a VM outlived its descriptors");
@@ -117,7 +119,7 @@ pub fn ioctls(bytes: &[u8]) {
     });
 }
 
-/// Makes slat create the objects that the irqfds of all VMs share, and that slat never drops.
+/// Makes slat create the objects that the irqfds of all VMs have in common. slat never drops these objects.
 fn begin_irqfds() {
     let world = World::new();
     let system = Object::system();
@@ -134,7 +136,7 @@ fn begin_irqfds() {
     call(abi::KVM_IRQFD, &raw const irqfd as u64).expect("an irqfd");
 }
 
-/// Makes the first VM: a slot with the programs, in both address spaces, and a vCPU.
+/// Makes the first VM. In both address spaces it has a slot with the programs. It has one vCPU.
 fn begin(world: &World, setup: &[u8]) {
     let mut rng = Rng::from_bytes(setup);
     let choices = rng.below(256);
@@ -145,7 +147,7 @@ fn begin(world: &World, setup: &[u8]) {
         .vms
         .pick(&mut Rng::from_bytes(&[]))
         .expect("it was made just now");
-    // A refused request means that two options exclude each other.
+    // Some options exclude each other, so such a request may be refused.
     let optional = |request, argument| {
         let _ = vm
             .object
@@ -198,7 +200,7 @@ fn begin(world: &World, setup: &[u8]) {
     }
 }
 
-/// One thread of a stream.
+/// A lane, which is one thread of a stream.
 struct Worker<'a> {
     world: &'a World,
     lane: &'a Lane,
@@ -208,10 +210,10 @@ struct Worker<'a> {
     bitmaps: Buffer,
 }
 
-/// Returns the size of the structure that a request points to, in bytes.
+/// Returns the size in bytes of the structure to which a request's argument points.
 fn size_of_argument(request: u32) -> u64 {
     match request {
-        // This is the only request with a structure whose number does not contain the structure's size.
+        // All other requests with a structure have the structure's size in their number.
         abi::KVM_REINJECT_CONTROL => size_of::<kvm_reinject_control>() as u64,
         _ => u64::from(request >> 16 & 0x3fff),
     }
@@ -268,7 +270,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Makes a request and checks its result and its writes.
+    /// Makes a request, and checks its result and the memory that it has written.
     fn make(&mut self, object: &Object, request: Request) {
         let mut bitmap = vec![0; self.rng.pick(&[8, 16, 40])];
         mutate(&mut self.rng, &mut bitmap);
@@ -310,7 +312,7 @@ impl<'a> Worker<'a> {
             }
             _ => size_of_argument(request.number).max(bytes.len() as u64),
         };
-        // If a list does not fit, the call writes the list's length.
+        // If a list does not fit, the call writes only the list's real length.
         let len = if read { len.max(4) } else { len };
         self.issue(
             object,
@@ -326,7 +328,8 @@ impl<'a> Worker<'a> {
         self.bitmaps.check("a call with a bitmap", to_bitmap);
     }
 
-    /// Makes a request that may write only to `allowed`. `EFAULT` is a finding unless the argument's address is bad.
+    /// Makes a request that may write only to `allowed`. If it returns `EFAULT`, that is a finding, unless the
+    /// argument's address is bad.
     fn issue(&mut self, object: &Object, request: Request, argument: u64, allowed: Range<u64>) {
         let pointer_is_good = match request.argument {
             Argument::Struct(_) => self
@@ -335,7 +338,7 @@ impl<'a> Worker<'a> {
             Argument::Out(size) | Argument::Back(_, size) => self.buffer.is_open(argument, size),
             Argument::Value(_) | Argument::Table { .. } => false,
         };
-        // The requests in `others` access other memory than their argument, too.
+        // The requests in `others` also access other memory than their argument.
         let others = [
             abi::KVM_GET_DIRTY_LOG,
             abi::KVM_CLEAR_DIRTY_LOG,
@@ -367,7 +370,7 @@ impl<'a> Worker<'a> {
         self.buffer.check(name, allowed);
     }
 
-    /// Makes a request that no object knows, or a known request with another size.
+    /// Makes a request that does not exist, or an existing request with another size in its number.
     fn unknown_request(&mut self) {
         let on = self.rng.pick(&[On::System, On::Vm, On::Vcpu]);
         let known = self.rng.pick(REQUESTS);
@@ -393,7 +396,7 @@ impl<'a> Worker<'a> {
             .map(drop)
             .expect_err("an unknown request was answered")
             .errno();
-        // KVM's errnos for unknown requests on x86.
+        // The errno that KVM on x86 returns for an unknown request.
         let refusal = match on {
             On::Vm => libc::ENOTTY,
             On::System | On::Vcpu => libc::EINVAL,
@@ -409,7 +412,7 @@ impl<'a> Worker<'a> {
         self.world.vcpus.pick(&mut self.rng)
     }
 
-    /// Sets a vCPU to the start of one of the programs, in real mode.
+    /// Sets a vCPU to the start of one of the programs. The vCPU is then in real mode.
     fn start(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let mut sregs = kvm_sregs::default();
@@ -462,7 +465,7 @@ impl<'a> Worker<'a> {
         vcpu.runs.store(false, Ordering::Release);
     }
 
-    /// Calls mmap, munmap, madvise or mprotect for guest memory. The call is inside an invalidation or not.
+    /// Calls mmap, munmap, madvise or mprotect for guest memory, with or without an invalidation around the call.
     fn change_memory(&mut self) {
         let first = self.rng.below(PAGES as u64) as usize;
         let count = (1 + self.rng.below(16) as usize).min(PAGES - first);
@@ -512,12 +515,12 @@ impl<'a> Worker<'a> {
         });
     }
 
-    /// Writes to the memory that the client shares with a vCPU: `kvm_run`, the port data, the coalesced
-    /// ring, the dirty ring.
+    /// Writes to the memory that the client shares with a vCPU: `kvm_run`, the data of port I/O, the ring of coalesced
+    /// MMIO, the dirty ring.
     fn scribble(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let range = vcpu.mapped.as_ref().expect("every vCPU is mapped").range();
-        // Choose whole pages, because pages 3 to 63 of a mapping with a dirty ring are not mapped.
+        // Chooses among the mapped pages. In a mapping with a dirty ring, pages 3 to 63 are not mapped.
         let pages = range.len() / PAGE;
         let page = self.rng.pick(&[0, 0, 0, 2, 64, 65]).min(pages - 1);
         let offset = self.rng.below(PAGE as u64 / 4) as usize * 4;
@@ -541,12 +544,13 @@ impl<'a> Worker<'a> {
             1 => self.rng.below(8) as u32,
             _ => self.rng.pick(&BOUNDARIES) as u32,
         };
-        // SAFETY: the address is inside the mapping, which exists as long as the handle is held. Other users expect
-        // any value there.
+        // SAFETY: the address is in the mapping, which exists as long as the handle is held. All other users accept any
+        // value there.
         unsafe { ((range.start + page * PAGE + offset) as *mut u32).write_volatile(value) };
     }
 
-    /// Reads statistics, allocates private memory and frees it, or asks a device for an attribute.
+    /// Uses an object that is not a VM or vCPU: reads statistics, allocates or frees private memory, or asks a device
+    /// for an attribute.
     fn use_other(&mut self) {
         let Some(other) = self.world.others.pick(&mut self.rng) else {
             return;

@@ -1,7 +1,8 @@
-//! All requests of the API: how their arguments are made, and the errnos that they may return.
+//! All requests of the API. For each request, this module says how its argument is made, and which errnos it may
+//! return.
 //!
-//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and the errnos of every call of this
-//! kind: `EFAULT` for a bad pointer, `ENOMEM`, and `ENOTTY` or `EINVAL` for a request that an object does not know.
+//! The errnos are those that `Documentation/virt/kvm/api.rst` lists for the request, and those that every request may
+//! return: `EFAULT` for a bad pointer, `ENOMEM`, and `ENOTTY` or `EINVAL` for a request that an object does not know.
 
 use super::argument::{BOUNDARIES, bytes_of, mutate};
 use super::world::{PAGES, World};
@@ -23,26 +24,27 @@ pub enum On {
     Vcpu,
 }
 
-/// The input of a function that makes arguments.
+/// What the functions that make arguments need to know.
 pub struct Context<'a> {
     /// The memory and objects of the stream.
     pub world: &'a World,
-    /// Address of memory for a bitmap: a pointer inside a struct.
+    /// The address of memory for a bitmap, to which a pointer in a struct can refer.
     pub bitmap: u64,
 }
 
-/// The argument of a request.
+/// The kind of a request's argument.
 #[derive(Clone, Copy)]
 pub enum Argument {
     /// A number.
     Value(fn(&mut Rng) -> u64),
-    /// A struct that is valid except for a few changed fields.
+    /// A struct that is valid, except for a few changed fields.
     Struct(fn(&mut Rng, &Context<'_>) -> Vec<u8>),
-    /// A struct that the call fills: its size in bytes.
+    /// A struct of this size in bytes, which the call fills in.
     Out(usize),
-    /// The result of another request, with a few changed fields: the request's number, and the size in bytes.
+    /// The result of another request, with a few changed fields. Here are the number of that request, and the size in
+    /// bytes.
     Back(u32, usize),
-    /// A table: a count, followed by `step` bytes for each entry. The entries are at offset `entries`.
+    /// A table: a count, and then `step` bytes for each entry. The first entry is at offset `entries`.
     Table {
         make: fn(&mut Rng) -> Vec<u8>,
         entries: u64,
@@ -63,7 +65,7 @@ pub struct Request {
     pub errnos: &'static [i32],
 }
 
-/// Bytes of an XSAVE area.
+/// The size of an XSAVE area in bytes.
 const XSAVE: usize = 4096;
 
 macro_rules! requests {
@@ -170,7 +172,7 @@ requests! {
     Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
-/// Returns a number for a call without an argument: usually 0, which such calls require.
+/// Returns the argument of a call that takes none: usually 0, which such calls require.
 fn nothing(rng: &mut Rng) -> u64 {
     if rng.one_in(8) { number(rng) } else { 0 }
 }
@@ -199,7 +201,7 @@ fn vcpu_id(rng: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a guest-physical address of a page. All such addresses are near one another, so that slots collide.
+/// Returns the guest-physical address of a page. All these addresses are near one another, so that slots overlap.
 fn gpa(rng: &mut Rng) -> u64 {
     match rng.below(16) {
         0 => rng.pick(&BOUNDARIES),
@@ -209,7 +211,7 @@ fn gpa(rng: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a slot number, sometimes of the address space of system management mode.
+/// Returns a slot's number, which may include the address space of system management mode.
 fn slot(rng: &mut Rng) -> u32 {
     let space = u32::from(rng.one_in(8)) << 16;
     space | rng.below(4) as u32
@@ -243,7 +245,7 @@ fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Replaces a slot's backing if it is not in the guests' memory.
+/// Replaces the backing of a slot if it is outside the guests' memory. Records that a guest may write to the backing.
 fn give(context: &Context<'_>, region: &mut [u8]) {
     let field = |at: usize| u64::from_le_bytes(region[at..at + 8].try_into().expect("eight bytes"));
     let (size, address) = (field(16), field(24));
@@ -309,7 +311,7 @@ fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     };
     log.__bindgen_anon_1.padding2 = context.bitmap;
     let mut bytes = bytes_of(&log);
-    // The pointer is not changed, because KVM would accept any address and write to that address.
+    // `mutate` does not change the pointer, because KVM would accept any address and write to it.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -369,7 +371,7 @@ fn msi(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Makes a chip's state with random values in every field.
+/// Makes the state of an interrupt controller, with random values in every field.
 fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let mut bytes = bytes_of(&kvm_irqchip {
         chip_id: rng.below(3) as u32,
@@ -379,14 +381,14 @@ fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         mutate(rng, &mut bytes[8..]);
     }
     if rng.one_in(2) {
-        // The I/O APIC is at its usual address.
+        // Gives the I/O APIC its usual address.
         bytes[8..16].copy_from_slice(&0xfec0_0000u64.to_le_bytes());
     }
     mutate(rng, &mut bytes[..8]);
     bytes
 }
 
-/// Returns one of a few GSIs.
+/// Returns one of a few interrupt numbers (GSIs).
 fn gsi(rng: &mut Rng) -> u32 {
     match rng.below(16) {
         0 => rng.below(4097) as u32,
@@ -457,7 +459,7 @@ fn hyperv_eventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
 
 fn ioeventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let mut bytes = bytes_of(&kvm_ioeventfd {
-        // The programs write to some of these addresses.
+        // The guests' programs write to some of these addresses.
         addr: rng.pick(&[0x10, 0x10, 0xf008, 0xf008, 0x8_0000]),
         len: rng.pick(&[0, 1, 1, 2, 4, 8]),
         fd: context.world.event(rng),
@@ -519,7 +521,7 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Makes a request for a register by its id, usually an MSR's.
+/// Makes the argument of a request that reads or sets one register by its id. The id is usually that of an MSR.
 fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let (first, range) = rng.pick(&MSRS);
     let kind = rng.pick(&[2, 2, 2, 3, 0]);
@@ -527,7 +529,7 @@ fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
         id: KVM_REG_X86 | KVM_REG_SIZE_U64 | kind << 32 | (u64::from(first) + rng.below(range)),
         addr: context.bitmap,
     });
-    // The pointer is not changed, because KVM would accept any address and write to that address.
+    // `mutate` does not change the pointer, because KVM would accept any address and write to it.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -559,14 +561,14 @@ fn pre_fault(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Makes a signal mask that never blocks the stream's own kicks.
+/// Makes a signal mask that does not block the signal by which the stream kicks vCPUs.
 fn signal_mask(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let set = number(rng) & !(1 << (crate::watch::kick_signal() - 1));
     let len = if rng.one_in(8) { number(rng) as u32 } else { 8 };
     [&len.to_le_bytes()[..], &set.to_le_bytes()[..]].concat()
 }
 
-/// Returns a count that is usually right.
+/// Returns a count for a table. It is usually `right`, the table's real count.
 fn count(rng: &mut Rng, right: usize) -> u32 {
     if rng.one_in(6) {
         number(rng) as u32
@@ -596,7 +598,8 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
     bytes
 }
 
-/// Ranges of MSR numbers, each with its first number and its length, and a little larger than the MSRs that exist.
+/// Ranges of MSR numbers, each given by its first number and its length. The ranges are a little larger than those of
+/// existing MSRs.
 const MSRS: [(u32, u64); 18] = [
     (0x10, 3),
     (0x1b, 1),

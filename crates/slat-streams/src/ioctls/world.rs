@@ -1,4 +1,4 @@
-//! The objects of a stream of requests, to which descriptors refer, and the memory of the guests.
+//! The world of a stream of requests: KVM objects with their descriptors, and the memory of the guests.
 
 use crate::memory::{Guarded, PAGE, Reserved, fill, first_touched};
 use slat_kvm::ioctl::{Answer, Object};
@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The number of pages of guest memory.
 pub const PAGES: usize = 256;
-/// The number of bytes of address space after those pages, because a slot may be far larger than its memory.
+/// The number of bytes of inaccessible address space after the guest memory. It is large, because a slot may be far
+/// larger than its memory.
 const BEYOND: usize = 1 << 40;
-/// The greatest number of objects of a kind. When there are more, the oldest object is closed.
+/// The maximum number of objects of one kind. When one more is added, the oldest object is closed.
 const MOST: usize = 4;
 
 /// An object and its descriptor.
@@ -20,15 +21,17 @@ const MOST: usize = 4;
 pub struct Handle {
     /// The object.
     pub object: Object,
-    /// The descriptor. Other lanes may use it, so it is closed when the last lane has dropped this handle.
+    /// The object's descriptor. Other lanes may use it, so it is closed only when the last lane has dropped this
+    /// handle.
     pub fd: OwnedFd,
     /// The client's mapping of a vCPU.
     pub mapped: Option<Reserved>,
-    /// Whether a lane runs the vCPU. A second lane that ran the vCPU would wait, and would miss its kick.
+    /// Whether a lane runs the vCPU. A second lane must not run it at the same time, because it would wait for the vCPU
+    /// and miss its own kick.
     pub runs: AtomicBool,
 }
 
-/// Maps a vCPU's descriptor, as a client does. `None`: the object is no vCPU.
+/// Maps a vCPU's descriptor, as a client does. `None`: the object is not a vCPU.
 fn map_vcpu(object: &Object, fd: &OwnedFd) -> Option<Reserved> {
     let Object::Vcpu(vcpu) = object else {
         return None;
@@ -60,7 +63,7 @@ fn map_vcpu(object: &Object, fd: &OwnedFd) -> Option<Reserved> {
     }
 }
 
-/// Handles of one kind, shared by all lanes.
+/// The handles of one kind of object, which all lanes use.
 #[derive(Debug, Default)]
 pub struct Handles(Mutex<Vec<Arc<Handle>>>);
 
@@ -76,7 +79,7 @@ impl Handles {
         (!handles.is_empty()).then(|| handles[index % handles.len()].clone())
     }
 
-    /// Adds a handle. Returns the handle that it replaces. That handle's descriptor is closed when the handle is
+    /// Adds a handle. If there are too many, returns the handle that was removed. Its descriptor is closed when it is
     /// dropped.
     fn add(&self, handle: Handle) -> Option<Arc<Handle>> {
         let mut handles = self.lock();
@@ -101,9 +104,9 @@ pub struct World {
     pub vms: Handles,
     /// vCPUs of the VMs.
     pub vcpus: Handles,
-    /// Statistics, private memory, devices.
+    /// Statistics, guest_memfds and devices.
     pub others: Handles,
-    /// Eventfds. The last one is full.
+    /// Eventfds. The counter of the last one is full, so that a write to it would block.
     events: Vec<OwnedFd>,
     /// The memory that backs slots.
     pub ram: Ram,
@@ -113,7 +116,7 @@ pub struct World {
 const EVENTS: usize = 4;
 
 fn eventfd(full: bool) -> OwnedFd {
-    // SAFETY: the call makes a descriptor, which is new.
+    // SAFETY: the call makes a descriptor, which no other code owns.
     let event = unsafe {
         let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
         assert!(fd >= 0, "eventfd");
@@ -129,12 +132,12 @@ fn eventfd(full: bool) -> OwnedFd {
 }
 
 impl World {
-    /// Returns the descriptor number of an eventfd.
+    /// Returns the descriptor number of one of the eventfds.
     pub fn event(&self, rng: &mut Rng) -> i32 {
         self.events[rng.below(EVENTS as u64) as usize].as_raw_fd()
     }
 
-    /// Signals an eventfd that is not full.
+    /// Signals an eventfd whose counter is not full.
     pub fn signal(&self, rng: &mut Rng) {
         let one = 1u64.to_ne_bytes();
         let fd = self.events[rng.below(EVENTS as u64 - 1) as usize].as_raw_fd();
@@ -142,7 +145,7 @@ impl World {
         unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
     }
 
-    /// Makes a world without objects, whose memory [`fill`] has filled.
+    /// Makes a world without objects. [`fill`] has filled its memory with the pattern.
     pub fn new() -> Self {
         World {
             vms: Handles::default(),
@@ -155,11 +158,11 @@ impl World {
         }
     }
 
-    /// Stores the object that a request has created among the handles.
+    /// Adds the object that a request has created to the handles. Returns the request's result.
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
-            // Requests that the kernel serves itself change the descriptor, and return 0.
+            // The kernel serves such requests itself; they change only the descriptor, and return 0.
             Answer::Kernels => 0,
             Answer::Created(object, fd) | Answer::Stored(object, fd) => {
                 let number = fd.as_raw_fd();
@@ -187,14 +190,14 @@ impl Default for World {
     }
 }
 
-/// Guest memory: a few pages, followed by a large inaccessible range of addresses. Canaries are before and after the
-/// guest memory.
+/// The guest memory: a few pages, and then a large inaccessible range of addresses. Before and after both there are
+/// canaries, pages that must not be written.
 #[derive(Debug)]
 pub struct Ram {
     before: Guarded,
     all: Reserved,
     after: Guarded,
-    /// Pages that were given to a guest, or changed by the client.
+    /// Whether each page was given to a guest, or its mapping was changed by the client.
     given: [AtomicBool; PAGES],
 }
 
@@ -218,13 +221,13 @@ impl Ram {
         start..start + count * PAGE
     }
 
-    /// Returns the address that a slot gets instead of `address`, so that a guest cannot change other memory of this
-    /// process.
+    /// Returns the address at which a slot is backed if a request says `address`, so that a guest cannot change other
+    /// memory of this process.
     pub fn harmless(&self, address: u64, size: u64) -> u64 {
         let all = self.all.range();
         let end = address.checked_add(size);
         let ours = end.is_some_and(|end| address >= all.start as u64 && end <= all.end as u64);
-        // Nothing is ever mapped at these addresses.
+        // No memory is ever mapped at these addresses, so they are harmless.
         let nowhere = end.is_some_and(|end| end <= 0x1_0000) || address >= 1 << 47;
         match ours || nowhere || size == 0 {
             true => address,
@@ -233,7 +236,7 @@ impl Ram {
         }
     }
 
-    /// Call before the guest, or another thread, may write to `range`.
+    /// Records that `range` may be written. Call before the guest or another thread may write there.
     pub fn give(&self, range: Range<u64>) {
         let page = |address: u64| {
             (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES)
@@ -244,20 +247,21 @@ impl Ram {
         }
     }
 
-    /// Writes to a page.
+    /// Writes `bytes` to the beginning of a page.
     pub fn write(&self, page: usize, bytes: &[u8]) {
         let range = self.pages(page, 1);
         self.give(range.start as u64..range.end as u64);
-        // The page may have been unmapped.
+        // This may fail, because a lane may have unmapped the page.
         let _ = slat_kvm::user::write_slice(range.start as u64, bytes);
     }
 
-    /// Panics if a page was written that was not given to a guest.
+    /// Panics if a page was written that was never given to a guest.
     pub fn check(&self) {
         self.before.check();
         self.after.check();
         for page in (0..PAGES).filter(|page| !self.given[*page].load(Ordering::Relaxed)) {
-            // SAFETY: the page is marked before its mapping is changed, so this page's mapping was not changed.
+            // SAFETY: `given` is set before a page's mapping is changed, and it is not set for this page. So the page
+            // is still mapped.
             let touched = unsafe { first_touched(self.pages(page, 1)) };
             if let Some(at) = touched {
                 panic!("{at:#x} in page {page}, which no slot has, was written");

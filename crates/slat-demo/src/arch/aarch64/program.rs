@@ -1,4 +1,4 @@
-//! The program, whose threads use the memory of a VM in phases.
+//! The demonstration program, whose threads use the memory of a VM in phases.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -14,24 +14,25 @@ use crate::arch::aarch64::vm::{Slot, THREADS, Vm};
 use crate::memory::{Memory, Pages};
 
 const HUGE_PAGE: usize = 2 << 20;
-/// Memory that is written and read; large enough for huge pages.
+/// The address of the memory that the threads write and read. It is large enough for huge pages.
 const DATA: u64 = 1 << 30;
 const DATA_SIZE: usize = 64 << 20;
-/// The memslot that is deleted and created again while the threads use it.
+/// The address of the memslot that is deleted and created again while the threads use it.
 const SPARE: u64 = 3 << 30;
 const SPARE_SIZE: usize = 2 << 20;
-/// A device register, in no memslot.
+/// The address of a device's register. No memslot contains this address.
 const DEVICE: u64 = 0xd000_0000;
 /// The number of times that each thread accesses the device register.
 const DEVICE_ACCESSES: u64 = 2000;
-/// Of the pages that are logged, one of this many is written.
+/// While pages are logged, one of this many pages is written.
 const LOGGED: u64 = 8;
 
-/// The longest wait. No wait in this program takes a tenth of this time; a longer wait is reported.
+/// The maximum time of any wait. A longer wait is reported as an error. No wait in this program takes even a tenth of
+/// this time.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs the program on `kvm`, whose VMs have tables of the format called `format`. Calls `at_end` while the VM still
-/// exists.
+/// Runs the program on `kvm`, whose VMs have tables of the format called `format`. At the end, calls `at_end` while the
+/// VM still exists.
 ///
 /// # Errors
 /// A wrong value in memory, a wrong page in the log, and KVM's errors.
@@ -45,7 +46,7 @@ pub fn run<T>(
          No guest ran: the demonstration has no guest for arm64 yet. The threads accessed guest memory through the engine."
     );
     let mut account = Account::new(title, "What the threads did");
-    // Make the memory before the VM, because a VM's memory must outlive the VM.
+    // The memory is made before the VM, because it must outlive the VM.
     let data = Memory::new(DATA_SIZE, HUGE_PAGE, Pages::Huge)?;
     let spare = Memory::new(SPARE_SIZE, HUGE_PAGE, Pages::Small)?;
     let vm = Vm::new(kvm)?;
@@ -77,14 +78,14 @@ pub fn run<T>(
     Ok((account, at_end()))
 }
 
-/// Returns the size of the host's pages, in which KVM counts the pages of a dirty log.
+/// Returns the size of the host's pages. KVM's dirty log has one bit for each such page.
 fn page() -> u64 {
     // SAFETY: the call only returns a number.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(size).expect("each host has a page size")
 }
 
-/// Returns the addresses of the share of `thread` of a memslot's pages.
+/// Returns the addresses of those of a memslot's pages that `thread` uses.
 fn share(slot: Slot<'_>, thread: u64) -> impl Iterator<Item = u64> + use<> {
     let size = slot.memory.size() as u64 / THREADS as u64;
     let first = slot.gpa + thread * size;
@@ -96,7 +97,7 @@ fn word(slot: Slot<'_>, host: u64) -> &AtomicU64 {
     &slot.memory.words()[(host - slot.memory.address()) as usize / size_of::<u64>()]
 }
 
-/// Writes to each page the page's address, and reads the addresses back.
+/// Writes each page's address to the page, and reads the addresses back.
 fn use_memory<'m>(vm: &Vm<'m>, data: Slot<'m>, account: &mut Account) -> Result<(), Failure> {
     let (time, _) = vm.on_threads(|thread, accessor| {
         share(data, thread).try_for_each(|gpa| {
@@ -126,7 +127,7 @@ fn no_memory(gpa: u64) -> Failure {
     format!("no memslot contains {gpa:#x}").into()
 }
 
-/// Logs which pages are written.
+/// Turns on dirty logging, and lets the threads write to some pages.
 fn log<'m>(vm: &Vm<'m>, data: Slot<'m>, account: &mut Account) -> Result<(), Failure> {
     let before = vm.engine().stats();
     let time = vm.begin_log(data)?;
@@ -178,7 +179,7 @@ fn lose<'m>(vm: &Vm<'m>, spare: Slot<'m>, account: &mut Account) -> Result<(), F
         let change = || {
             wait(|| counters().iter().all(|count| *count > 0))?;
             let taking_away = vm.delete(spare)?;
-            // From the end of the deletion on, no thread may write to the slot's memory.
+            // After the deletion, no thread may write to the slot's memory, so these counters must not change.
             let at_deletion = counters();
             wait(|| away.iter().all(|count| count.load(Ordering::SeqCst) > 0))?;
             if counters() != at_deletion {
@@ -195,8 +196,8 @@ fn lose<'m>(vm: &Vm<'m>, spare: Slot<'m>, account: &mut Account) -> Result<(), F
         };
         let changed = change();
         stop.store(true, Ordering::Relaxed);
-        // A thread's own error is reported first, because the memslot change has only seen the consequences of that
-        // error.
+        // A thread's own error is reported first. An error of the memslot change may be only a consequence of the
+        // thread's error.
         threads.join().expect("no access panics")?;
         changed
     })?;
@@ -209,7 +210,7 @@ fn lose<'m>(vm: &Vm<'m>, spare: Slot<'m>, account: &mut Account) -> Result<(), F
     Ok(())
 }
 
-/// Waits until `happened` returns `true`, which an access of a thread causes.
+/// Waits until `happened` returns `true`, as a result of a thread's access.
 fn wait(happened: impl Fn() -> bool) -> Result<(), Failure> {
     let began = Instant::now();
     while !happened() {

@@ -15,18 +15,18 @@ use crate::memory::Memory;
 /// The number of threads that use guest memory.
 pub const THREADS: usize = 2;
 
-/// A memslot of all of `memory`.
+/// A memslot that is backed by all of `memory`.
 #[derive(Clone, Copy)]
 pub struct Slot<'m> {
     /// The number of the memslot.
     pub id: u32,
-    /// The guest-physical address of its first byte.
+    /// The guest-physical address of the memslot's first byte.
     pub gpa: u64,
     /// The memory that backs the memslot.
     pub memory: &'m Memory,
 }
 
-/// A VM, whose memory outlives it.
+/// A VM. Its memory outlives it.
 pub struct Vm<'m> {
     fd: VmFd,
     memory: std::marker::PhantomData<&'m Memory>,
@@ -83,7 +83,7 @@ impl<'m> Vm<'m> {
         Ok(began.elapsed())
     }
 
-    /// Returns the numbers of the pages of a memslot that were written since the last call.
+    /// Returns the numbers of those pages of a memslot that were written since the last call.
     ///
     /// # Errors
     /// KVM's errors.
@@ -93,13 +93,13 @@ impl<'m> Vm<'m> {
         Ok((0..words.len() as u64 * 64).filter(bit).collect())
     }
 
-    /// Returns the engine with its counters.
+    /// Returns the engine, with its counters.
     pub fn engine(&self) -> &Arc<EngineVm> {
         self.fd.engine()
     }
 
-    /// Runs `work` on all threads at once, with the number of the thread. Returns the time until the last one is done,
-    /// and the results.
+    /// Runs `work` on all threads at the same time. `work` gets the number of the thread. Returns the time until the
+    /// last thread has finished, and the results.
     ///
     /// # Errors
     /// The first error of `work`.

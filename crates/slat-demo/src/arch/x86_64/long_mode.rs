@@ -1,5 +1,5 @@
-//! Long mode for a guest without firmware: page tables that map guest-virtual to guest-physical, and the
-//! registers that use them.
+//! Long mode for a guest without firmware: page tables that map guest-virtual addresses to equal guest-physical ones,
+//! and the registers that use these tables.
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
@@ -8,8 +8,8 @@ pub const PRESENT_WRITABLE: u64 = 0b11;
 /// The flag of an entry that maps a large page.
 const HUGE: u64 = 1 << 7;
 
-/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, by entries with `flags`, into
-/// memory at guest-physical 0. There are `gib` page directories.
+/// Writes 4-level page tables into memory at guest-physical address 0. They map the first `gib` GiB one to one, in
+/// pages of 2 MiB, by entries with the flags `flags`. There are `gib` page directories.
 pub fn identity_map(
     memory: &mut [u8],
     flags: u64,
@@ -31,7 +31,7 @@ pub fn identity_map(
     }
 }
 
-/// Returns the registers of long mode with paging on, at privilege level 0, on the tables at `cr3`.
+/// Returns the special registers for long mode at privilege level 0, with paging by the tables at `cr3`.
 pub fn registers(from_reset: kvm_sregs, cr3: u64) -> kvm_sregs {
     const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
     const CR4_PAE_OSFXSR: u64 = 1 << 5 | 1 << 9;

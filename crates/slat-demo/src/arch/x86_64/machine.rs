@@ -1,4 +1,4 @@
-//! The built-in KVM program itself: a VM of four memslots and two vCPUs, each run by a thread.
+//! The built-in KVM program: a VM with four memslots and two vCPUs. Each vCPU has a thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -13,23 +13,24 @@ use crate::arch::x86_64::guest::{self, VCPUS};
 use crate::arch::x86_64::progress::Progress;
 use crate::memory::{Memory, Pages};
 
-/// The phases of the guest whose times the report contains.
+/// The number of the guest's phases whose times are in the report.
 pub const PHASES: usize = 4;
 
-/// The longest wait. No wait in this program takes a tenth of this time; a longer wait is reported.
+/// The maximum time of any wait. A longer wait is reported as an error. No wait in this program takes even a tenth of
+/// this time.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The program's own observations.
+/// What the program has observed.
 pub struct Report {
-    /// Time of each of the first phases, of all vCPUs together.
+    /// The time of each of the first phases, summed over all vCPUs.
     pub phases: [Duration; PHASES],
-    /// Accesses to the device register that exited to the program.
+    /// The number of accesses to the device's register that exited to the program.
     pub device_exits: u64,
-    /// Writes to the spare slot's addresses that exited to the program while the slot was deleted.
+    /// The number of writes to the spare slot's addresses that exited to the program while the slot was deleted.
     pub exits_while_away: u64,
-    /// The time to delete the slot while both vCPUs write to it.
+    /// The time of deleting the slot while both vCPUs write to it.
     pub taking_away: Duration,
-    /// The time to create the slot again.
+    /// The time of creating the slot again.
     pub giving_back: Duration,
 }
 
@@ -40,7 +41,7 @@ const DATA_SLOT: u32 = 1;
 const CODE_SLOT: u32 = 2;
 const SPARE_SLOT: u32 = 3;
 
-/// Runs the program on `kvm`; calls `at_end` while the VM still exists.
+/// Runs the program on `kvm`. At the end, calls `at_end` while the VM still exists.
 pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Failure> {
     let progress = Progress::default();
     progress.during(|| run_silently(kvm, &progress, at_end))
@@ -51,7 +52,7 @@ fn run_silently<T>(
     progress: &Progress,
     at_end: impl FnOnce() -> T,
 ) -> Result<(Report, T), Failure> {
-    // Make the memory before the VM, because a guest's memory must outlive the VM.
+    // The memory is made before the VM, because it must outlive the VM.
     let memory = |size, pages| Memory::new(size, HUGE_PAGE, pages);
     let mut system = memory(guest::SYSTEM_SIZE, Pages::Small)?;
     let data = memory(guest::DATA_SIZE, Pages::Huge)?;
@@ -74,7 +75,7 @@ fn run_silently<T>(
         progress,
     };
     let (taking_away, giving_back) = thread::scope(|scope| -> Result<_, Failure> {
-        // Create all vCPUs before the first thread starts, because that thread waits for the others.
+        // All vCPUs are created before the first thread starts, because that thread waits for the others.
         let vcpus = (0..VCPUS as u64)
             .map(|id| vm.create_vcpu(id))
             .collect::<Result<Vec<_>, _>>()?;
@@ -90,9 +91,10 @@ fn run_silently<T>(
             }));
         }
         let times = move_slot(&vm, &spare, &shared);
-        // End the guests, however the phases have ended.
+        // The guests are stopped even if a phase has failed.
         guest::stop(system.words());
-        // Report a vCPU's own error first: the main thread has only seen its consequences.
+        // A vCPU's own error is reported first. An error of the main thread may be only a consequence of the vCPU's
+        // error.
         for thread in threads {
             thread.join().expect("a vCPU's thread does not panic")?;
         }
@@ -110,7 +112,7 @@ fn run_silently<T>(
     Ok((report, at_end()))
 }
 
-/// Creates a slot, or with `size` 0 deletes it.
+/// Creates a slot. If `size` is 0, deletes it.
 fn set_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, size: usize) -> Result<(), Failure> {
     let region = kvm_userspace_memory_region {
         slot,
@@ -119,19 +121,19 @@ fn set_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, size: usize) -> Res
         memory_size: size as u64,
         userspace_addr: memory.address(),
     };
-    // SAFETY: `memory` is mapped for as long as the VM exists, and this process accesses it as
-    // atomics only while a guest runs.
+    // SAFETY: `memory` is mapped as long as the VM exists. While a guest runs, this process accesses it only as
+    // atomics.
     unsafe { vm.set_user_memory_region(region) }.map_err(|e| format!("memslot {slot}: {e}"))?;
     Ok(())
 }
 
-/// State that the threads of the vCPUs and the main thread share.
+/// The state that the vCPUs' threads and the main thread have in common.
 struct Shared<'p> {
-    /// At this barrier all vCPUs begin together, so that they run each phase at the same time.
+    /// The barrier at which all vCPUs start together, so that they run each phase at the same time.
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
     device_exits: AtomicU64,
-    /// For each vCPU, the number of its writes while the spare slot was deleted.
+    /// For each vCPU, the number of its writes to the spare slot's addresses while the slot was deleted.
     away: [AtomicU64; VCPUS],
     failed: AtomicBool,
     progress: &'p Progress,
@@ -142,7 +144,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared<'_>) -> Result<(), 
         .get_sregs()
         .and_then(|sregs| vcpu.set_sregs(&guest::special_registers(sregs)))
         .and_then(|()| vcpu.set_regs(&guest::registers(index)));
-    // Wait here even after an error, because the other threads wait here.
+    // The thread waits here even after an error, because the other threads wait here, too.
     shared.start.wait();
     prepared?;
 
@@ -177,7 +179,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared<'_>) -> Result<(), 
     }
 }
 
-/// Deletes the spare slot while the vCPUs run, and creates it again. Returns the time of each.
+/// Deletes the spare slot while the vCPUs run, and creates it again. Returns the times of both.
 fn move_slot(
     vm: &VmFd,
     spare: &Memory,
@@ -196,7 +198,7 @@ fn move_slot(
     let began = Instant::now();
     set_slot(vm, SPARE_SLOT, guest::SPARE, spare, 0)?;
     let taking_away = began.elapsed();
-    // From the end of the deletion on, no vCPU may write to the slot's memory.
+    // After the deletion, no vCPU may write to the slot's memory, so these counters must not change.
     let at_deletion = counters();
     wait(shared, "writes to the deleted slot to exit", || {
         shared.away.iter().all(|n| n.load(Ordering::SeqCst) > 0)

@@ -1,12 +1,12 @@
-//! The demonstration on x86-64: a guest.
+//! The demonstration on x86-64, which runs a guest.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `long_mode` | long mode without firmware: `slat bench` uses it, too |
+//! | `long_mode` | long mode without firmware; `slat bench` uses it, too |
 //! | `guest` | the guest's code, its memory, and its phases |
 //! | `machine` | the KVM program: memslots, vCPUs, threads |
-//! | `progress` | messages about what the guest is doing, when the program takes long |
-//! | `program` | the account of it |
+//! | `progress` | messages that say what the guest is doing, if the program takes long |
+//! | `program` | running the program, and the report about it |
 
 mod guest;
 pub mod long_mode;

@@ -1,4 +1,4 @@
-//! The program, whose guest uses its memory in phases.
+//! The demonstration program, whose guest uses its memory in phases.
 
 use slat_kvm::Kvm;
 
@@ -7,11 +7,11 @@ use crate::account::Account;
 use crate::arch::x86_64::guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use crate::arch::x86_64::machine::{self, Report};
 
-/// Runs the program on `kvm`, whose VMs have tables of the format called `format`. Calls `at_end` while the VM still
-/// exists.
+/// Runs the program on `kvm`, whose VMs have tables of the format called `format`. At the end, calls `at_end` while the
+/// VM still exists.
 ///
 /// # Errors
-/// If the guest did not do its work, and KVM's errors.
+/// An error if the guest has not done its work, and KVM's errors.
 pub fn run<T>(
     kvm: &Kvm,
     format: &str,

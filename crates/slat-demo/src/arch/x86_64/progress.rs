@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::arch::x86_64::guest::VCPUS;
 
-/// The activity of a vCPU, by the number of phases that it has ended.
+/// Texts that say what a vCPU is doing. The index is the number of phases that the vCPU has ended.
 const DOING: [&str; 5] = [
     "the guest writes its memory",
     "the guest reads its memory back",
@@ -16,7 +16,7 @@ const DOING: [&str; 5] = [
     "a memslot is taken away and given back while the guest writes to it",
 ];
 
-/// The phases that each vCPU has ended.
+/// The number of phases that each vCPU has ended.
 #[derive(Default)]
 pub struct Progress([AtomicUsize; VCPUS]);
 
@@ -26,7 +26,7 @@ impl Progress {
         self.0[vcpu].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Runs `work`. Prints after 1 s, 2 s, 4 s and so on what the slowest vCPU is doing.
+    /// Runs `work`. After 1 s, 2 s, 4 s and so on, prints what the slowest vCPU is doing.
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         let (end, ended) = mpsc::channel::<()>();
         thread::scope(|scope| {

@@ -1,7 +1,7 @@
-//! The rules of SET requests, one by one: the values of a field that KVM accepts.
+//! The rules of requests that set state. Each rule says which values of a field KVM accepts.
 //!
-//! The last field of an entry gives the reason why the host's kernel may return another result: another kernel version,
-//! or another processor than the one that slat offers.
+//! The last field of a rule says why the host's kernel may return another result: it may be another version, or run on
+//! another processor than the one that slat offers.
 
 mod msrs;
 mod registers;
@@ -17,7 +17,7 @@ use slat_kvm::user::Plain;
 use slat_model::Rng;
 use std::mem::offset_of;
 
-/// Returns the bytes of the field that `_read` reads.
+/// Returns the size in bytes of the field to which `_read` returns a reference.
 const fn bytes_of_field<T, F>(_read: fn(&T) -> &F) -> usize {
     size_of::<F>()
 }
@@ -30,7 +30,7 @@ macro_rules! field {
 }
 use field;
 
-/// Changes a struct that is given as bytes.
+/// Changes a struct that is given by its bytes.
 fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
     assert!(bytes.len() >= size_of::<T>());
     // SAFETY: any bytes are a value of a `Plain` type, and there are enough bytes.
@@ -41,8 +41,8 @@ fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
     }
 }
 
-/// Returns the initial form of a rule: the guest has CPUID leaves, the VM has no controllers, and nothing is set
-/// besides the field.
+/// Returns a rule with default settings: the guest has CPUID leaves, the VM has no interrupt controllers, and only the
+/// field is set.
 const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
     Rule {
         request,
@@ -59,16 +59,16 @@ const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
-/// Returns a rule of a request that sets a `T`, which another request reads.
+/// Returns a rule of the request `set`, which sets a `T` that the request `get` reads.
 const fn of_struct<T>(set: u32, get: u32, words: &'static str) -> Rule {
     rule(set, Argument::Read(get, size_of::<T>()), words)
 }
 
-/// Bits of EFER.
+/// Bits of the MSR EFER.
 const LME: u64 = 1 << 8;
 const LMA: u64 = 1 << 10;
 const NXE: u64 = 1 << 11;
-/// The bit of EFER for nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on the
+/// The bit of EFER that turns on SVM. (Whether the bits for fast FXSAVE and automatic IBRS are valid depends on the
 /// host's processor.)
 const SVME: u64 = 1 << 12;
 
@@ -80,7 +80,8 @@ const LAX_MODULE: Option<Differs> = Some(Differs::Always(
 const LINEAR_WIDTH: Option<Differs> = Some(Differs::LinearWidth);
 
 const APIC_BASES: Values = Values::Listed(
-    // Valid values: disabled, enabled, x2APIC mode, at another address; for the bootstrap processor and another one.
+    // Valid values: APIC disabled, enabled, in x2APIC mode, at another address; as the bootstrap processor and as
+    // another one.
     &[
         0xfee0_0000,
         0xfee0_0800,
@@ -89,7 +90,8 @@ const APIC_BASES: Values = Values::Listed(
         0x1_0000_0900,
         0,
     ],
-    // Invalid values: x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
+    // Invalid values: x2APIC mode of a disabled APIC, each reserved bit, addresses beyond the guest's physical
+    // addresses.
     &[
         0xfee0_0400,
         0xfee0_0500,
@@ -108,8 +110,8 @@ pub fn all() -> impl Iterator<Item = &'static Rule> {
         .flatten()
 }
 
-/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if the
-/// request has no rule, or the argument is too short.
+/// Sets a field in a request's argument to a value at an edge of one of the request's rules. Does nothing if the
+/// request has no rule, or if the argument is too short.
 pub fn to_an_edge(rng: &mut Rng, request: u32, bytes: &mut [u8]) {
     let in_struct = |rule: &&Rule| {
         let is_struct = matches!(rule.argument, Argument::Read(..) | Argument::Zeros(_));

@@ -1,4 +1,4 @@
-//! Rules of MSRs, by KVM_SET_MSRS.
+//! Rules for the values of MSRs (KVM_SET_MSRS).
 
 use super::*;
 

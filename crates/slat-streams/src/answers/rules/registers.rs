@@ -1,4 +1,4 @@
-//! Rules of the registers: KVM_SET_REGS, KVM_SET_SREGS, KVM_SET_SREGS2.
+//! Rules for the values of registers (KVM_SET_REGS, KVM_SET_SREGS, KVM_SET_SREGS2).
 
 use super::*;
 
@@ -14,7 +14,7 @@ const fn sregs2(words: &'static str) -> Rule {
     of_struct::<kvm_sregs2>(KVM_SET_SREGS2, KVM_GET_SREGS2, words)
 }
 
-/// Sets the other registers that long mode needs.
+/// Sets the other register bits that long mode needs.
 fn long_mode(bytes: &mut [u8]) {
     edit::<kvm_sregs>(bytes, |all| {
         (all.cr0, all.cr4, all.efer) = (0x8000_0011, 0x20, 0x500);

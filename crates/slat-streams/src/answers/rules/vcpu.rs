@@ -1,8 +1,8 @@
-//! Rules of a vCPU's other state: FPU, debug registers, events, local APIC, CPUID, interrupts.
+//! Rules for a vCPU's other state: FPU, debug registers, events, local APIC, CPUID, interrupts.
 
 use super::*;
 
-// Fields of an XSAVE area.
+// The offset and the size of a field of an XSAVE area.
 const MXCSR: (usize, usize) = (24, 4);
 const XSTATE_BV: (usize, usize) = (512, 8);
 const XCOMP_BV: (usize, usize) = (520, 8);
@@ -96,8 +96,8 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_vcpu_events, flags),
-        // The flags for pending NMI, SIPI vector, interrupt shadow and SMM. The flags for payload and triple fault are
-        // absent, because their capabilities are not enabled.
+        // The valid flags say which fields are set: pending NMI, SIPI vector, interrupt shadow, SMM. The flags for
+        // payload and triple fault are invalid, because their capabilities are not enabled.
         values: Values::Bits(0xf),
         ..events("flags that exist and are enabled")
     },
@@ -148,7 +148,7 @@ pub(super) const RULES: &[Rule] = &[
             bytes[0] = 1;
             bytes[8..12].copy_from_slice(&0x8000_0008u32.to_le_bytes());
         },
-        // The second byte of EAX, which follows function, index and flags.
+        // The field is the second byte of EAX in a CPUID leaf. EAX follows function, index and flags.
         field: (8 + 12 + 1, 1),
         values: Values::Listed(&[0, 48, 57], &[1, 32, 47, 49, 52, 56, 58, 64, 255]),
         ..rule(
@@ -162,7 +162,7 @@ pub(super) const RULES: &[Rule] = &[
         with: |bytes| {
             bytes[0] = 1;
             bytes[8] = 0xd;
-            // The flag that says that the index is significant.
+            // Sets the flag that the leaf's index is significant.
             bytes[16] = 1;
         },
         field: (8 + 12, 4),
@@ -188,7 +188,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: (0, 8),
-        // The values are a number of banks, with MCG_CTL_P, extended registers, and MCG_SER_P.
+        // Each value has the number of banks and perhaps a flag: MCG_CTL_P, extended registers, MCG_SER_P.
         values: Values::Listed(
             &[1, 32, 0x101, 0xff_0101, 0x100_0101],
             &[0, 33, 255, 0x100, 1 << 31 | 1, 1 << 32 | 1],

@@ -1,4 +1,4 @@
-//! Rules of a VM's requests.
+//! Rules for requests to a VM.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const fn of_vm(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
-/// Returns a rule for a table of one route.
+/// Returns a rule for a routing table with one route.
 const fn one_route(words: &'static str) -> Rule {
     Rule {
         controllers: Controllers::Pc,
@@ -62,7 +62,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_clock_data, flags),
-        // The flags are: TSC stable, real time, host's TSC.
+        // The valid flags are: TSC stable, real time, host's TSC.
         values: Values::Bits(0xe),
         ..of_vm(
             KVM_SET_CLOCK,
@@ -113,7 +113,8 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         with: |bytes| bytes[0] = 1,
-        // The table has one route: GSI, type (interrupt controller, message), flags, controller and pin.
+        // The table has one route. Its fields are GSI, type (interrupt controller or message), flags, controller and
+        // pin.
         field: (8, 4),
         values: Values::Listed(&[], &[4096, u32::MAX as u64]),
         ..one_route("GSIs below 4096")
