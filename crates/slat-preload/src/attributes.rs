@@ -29,7 +29,8 @@ fn about(
     Some(plain(result))
 }
 
-/// Returns the result of an operation that only root, the owner of KVM's files, may do.
+/// Returns the result of an operation that only root may do, because root owns KVM's files: 0 for root, otherwise
+/// `EPERM`.
 fn as_owner() -> Result<isize, i32> {
     // SAFETY: the call has no arguments.
     match unsafe { kernel!(libc::SYS_geteuid) } {

@@ -35,7 +35,7 @@ pub enum Opening {
 }
 
 impl Opening {
-    /// Makes the arguments of open(2).
+    /// Makes an `Opening` with the arguments of open(2).
     pub fn open(flags: c_int, mode: c_uint) -> Self {
         Opening::Open(How {
             flags: u64::from(flags as u32),
@@ -54,7 +54,7 @@ impl Opening {
         self.how().flags & flag as u64 == flag as u64
     }
 
-    /// Whether the call opens directories only.
+    /// Whether the call opens only directories (`O_DIRECTORY`).
     pub fn wants_directory(self) -> bool {
         self.has(libc::O_DIRECTORY)
     }
@@ -165,10 +165,10 @@ pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     }
 }
 
-/// Writes `text`, which the client gave in one call, to the open parameter `name`.
+/// Writes `text` to the open parameter `name`. The client has written `text` in one call.
 ///
 /// # Errors
-/// `EINVAL` for a value that the parameter does not take.
+/// `EINVAL` for a value that the parameter does not accept.
 pub fn write_parameter(name: &str, text: &[u8]) -> Result<isize, i32> {
     let text = std::str::from_utf8(text).map_err(|_| libc::EINVAL)?;
     slat_kvm::parameters::write(name, text).map_err(|error| error.errno())?;

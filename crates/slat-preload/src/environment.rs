@@ -48,7 +48,7 @@ pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
 
-/// The greatest number of settings that [`settings`] returns.
+/// The maximum number of settings that [`settings`] returns.
 pub(crate) const MOST_SETTINGS: usize = SETTINGS;
 
 /// Returns the file that is opened in place of `/proc/cpuinfo`. `None`: the kernel's file is opened. Async-signal-safe.

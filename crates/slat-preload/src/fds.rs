@@ -74,7 +74,7 @@ fn is_plain(old: c_int, new: c_int) -> bool {
 /// Closes a range of descriptors, or marks them to be closed on exec.
 ///
 /// # Safety
-/// The conditions are those of `close_range`.
+/// The conditions are those of close_range(2).
 pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
     let closes = flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last;
@@ -159,7 +159,7 @@ interpose! {
     /// Replaces fclose(3). The C library's function closes the descriptor without calling this library's `close`.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
-            // A stream in memory has no descriptor: `fileno` fails, but `errno` must not change.
+            // A stream in memory has no descriptor, so `fileno` fails; this must not change the program's `errno`.
             let before = errno();
             // SAFETY: the arguments are valid for fclose(3), as this function's contract requires.
             forget(unsafe { libc::fileno(stream) });
@@ -170,7 +170,8 @@ interpose! {
             return libc::EOF;
         };
         type Fclose = unsafe extern "C" fn(*mut libc::FILE) -> c_int;
-        // SAFETY: the C library's function of that name has this signature; the argument is the caller's.
+        // SAFETY: `function` is the C library's function, which has this signature. The caller's argument is valid for
+        // it.
         unsafe { std::mem::transmute::<usize, Fclose>(function)(stream) }
     }
 

@@ -282,8 +282,8 @@ pub unsafe fn access_at(
 
 static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
 
-/// Implements euidaccess. Calls the C library's function for other files, because it depends on the user which system
-/// call is right.
+/// Implements euidaccess. For other files, calls the C library's function, because the right system call depends on the
+/// user.
 unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
     let kernels = || {
         let Some(function) = NEXT_EUIDACCESS.get() else {
@@ -301,8 +301,8 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
 
 static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
 
-/// Implements faccessat. Calls the C library's function for other files, because it depends on the library's version
-/// which system call is right.
+/// Implements faccessat. For other files, calls the C library's function, because the right system call depends on the
+/// C library's version.
 unsafe fn access_by_name(
     directory: c_int,
     path: *const c_char,
@@ -326,7 +326,7 @@ unsafe fn access_by_name(
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
-/// Looks up the C library's functions now, so that a signal handler never has to look them up.
+/// Looks up the C library's functions in advance, so that a signal handler never has to look them up.
 pub fn prepare() {
     let all = [
         &NEXT_FOPEN,
@@ -342,7 +342,7 @@ pub fn prepare() {
 static NEXT_FOPEN: Next = Next::new(c"fopen");
 static NEXT_FOPEN64: Next = Next::new(c"fopen64");
 
-/// Converts a mode of fopen(3) to flags of open(2).
+/// Converts the mode argument of fopen(3) to the flags of open(2).
 fn flags_of(mode: &[u8]) -> c_int {
     let has = |letter| mode.contains(&letter);
     let access = match (has(b'+'), mode.first()) {
@@ -361,7 +361,7 @@ fn flags_of(mode: &[u8]) -> c_int {
 }
 
 unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> *mut c_void {
-    // SAFETY: the mode is a C string by the caller's contract.
+    // SAFETY: the mode is a C string, as fopen(3) requires.
     let opening = || Opening::open(flags_of(unsafe { CStr::from_ptr(mode) }.to_bytes()), 0o666);
     let kernels = || {
         let Some(function) = next.get() else {
@@ -420,7 +420,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         if fd < 0 {
             return Some(-1);
         }
-        // SAFETY: the descriptor belongs to slat. Its ownership passes to the stream.
+        // SAFETY: slat owns the descriptor, and the stream takes it over.
         match unsafe { libc::fdopen(fd as c_int, mode) } as isize {
             0 => Some(-1),
             stream => Some(stream),

@@ -89,7 +89,7 @@ fn around_then<T: Copy + PartialEq + From<i8>>(
     result
 }
 
-/// Calls the C library's registration function.
+/// Calls the C library's `__register_atfork`.
 unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
     let Some(function) = NEXT_REGISTER.get() else {
         return libc::ENOMEM;
@@ -138,7 +138,7 @@ interpose! {
             set_errno(libc::ENOSYS);
             return -1;
         };
-        // SAFETY: the C library's function of that name has this signature.
+        // SAFETY: `function` is the C library's function, which has this signature.
         let fork = || unsafe { std::mem::transmute::<usize, extern "C" fn() -> libc::pid_t>(function)() };
         around_then(fork, || after_in_noted_child())
     }

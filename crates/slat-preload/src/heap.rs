@@ -29,7 +29,7 @@ use std::sync::{Mutex, MutexGuard};
 
 /// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
-/// The size in bytes of the reserve, memory for allocations of a call that cannot report a failure.
+/// The size in bytes of the reserve, which is memory for allocations whose failure the code cannot report.
 const RESERVE: usize = 96 << 10;
 
 /// The kernel, from which the heap gets its pages.
@@ -379,7 +379,7 @@ mod tests {
         });
     }
 
-    /// Tests a fork by a signal handler that runs while its thread forks.
+    /// Tests a fork by a signal handler that interrupts a fork on the same thread.
     #[test]
     fn a_fork_inside_a_fork_waits_for_nothing() {
         let layout = Layout::from_size_align(1000, 8).unwrap();

@@ -32,8 +32,8 @@ fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
-/// Makes a system call for the program, which has called `syscall` or has executed an instruction of its own. Returns
-/// -1 and sets errno on an error, like the C library.
+/// Makes a system call for the program, which has called the C library's `syscall` or has entered the kernel by an
+/// instruction of its own. Returns -1 and sets errno on an error, like the C library.
 ///
 /// # Safety
 /// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.

@@ -1,4 +1,4 @@
-//! Implements ioctl: slat serves the requests to KVM, and watches the requests to userfaultfd.
+//! Implements ioctl: slat serves the requests to KVM, and notices requests to userfaultfd that change mappings.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -167,7 +167,7 @@ interpose! {
         let Some(function) = NEXT_CANCEL.get() else {
             return libc::ENOSYS;
         };
-        // SAFETY: the C library's function of that name has this signature.
+        // SAFETY: `function` is the C library's function, which has this signature.
         let answer = unsafe { std::mem::transmute::<usize, extern "C" fn(usize) -> c_int>(function)(thread) };
         if table::is_any_ours() {
             guarded(|| {

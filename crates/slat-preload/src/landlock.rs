@@ -11,10 +11,10 @@ use crate::guarded::guarded;
 use crate::real::{Opened, call};
 use crate::table;
 
-/// `LANDLOCK_RULE_PATH_BENEATH`.
+/// The rule type `LANDLOCK_RULE_PATH_BENEATH`.
 const PATH_BENEATH: usize = 1;
 
-/// `struct landlock_path_beneath_attr`.
+/// The kernel's `struct landlock_path_beneath_attr`.
 #[repr(C, packed)]
 struct PathBeneath {
     allowed_access: u64,

@@ -64,7 +64,7 @@ pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
         return Some(error(libc::EINVAL));
     }
     let own = &own[..own.len().min(len)];
-    // SAFETY: the copy to the program's address is guarded.
+    // SAFETY: the copy to the program's address is guarded: a bad address is an error.
     let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };
     Some(match copied {
         Ok(()) => own.len() as isize,

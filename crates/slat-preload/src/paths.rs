@@ -278,7 +278,8 @@ fn leads_to(
 /// Whether a path leads to a node with KVM's device number, which a jailer may have made or bind-mounted for its
 /// program.
 pub fn is_device(path: Path) -> bool {
-    // SAFETY: all-zero is a valid `stat`, which the call fills in; a bad path is an error.
+    // SAFETY: all-zero is a valid `stat`, which the call fills in; if `path` is a bad pointer, the call returns an
+    // error.
     unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
         let (directory, text) = (path.directory, path.text);
@@ -458,8 +459,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         }
         *readable = Some(address / PAGE);
     }
-    // SAFETY: the address is aligned, and its page was readable a moment ago. The word holds part of a C string, by the
-    // contract of the called function.
+    // SAFETY: the address is aligned, and its page was readable a moment ago. The word holds part of a C string, as the
+    // function requires that the client has called.
     Some(unsafe { (address as *const u64).read_volatile() })
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The first address of the break, and its current end.
 pub type Break = (usize, usize);
 
-/// The program's break. A thread that forks holds this lock.
+/// The program's break. A thread that forks holds this lock during the fork.
 static BREAK: Mutex<Break> = Mutex::new((0, 0));
 
 /// Locks the program's break, which cannot change while the guard lives.

@@ -107,7 +107,8 @@ impl Opened {
         }
     }
 
-    /// Writes `bytes` at `offset` of a file. `None`: the kernel refuses, or the limit of file sizes forbids it.
+    /// Writes `bytes` at `offset` of a file. `None`: the kernel refuses to write all bytes (for example, because of the
+    /// limit of file sizes).
     pub fn write_at(&self, bytes: &[u8], offset: usize) -> Option<()> {
         // SAFETY: the slice is live memory.
         unsafe { self.write_from(bytes.as_ptr() as usize, bytes.len(), offset) }

@@ -25,8 +25,8 @@ pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
         let answer = install();
         if answer >= 0 {
             guarded(|| {
-                // SAFETY: the kernel has just read the `sock_fprog` and its instructions. Both structs are the
-                // kernel's. This code makes no system call, because the filter may forbid it.
+                // SAFETY: the kernel has just read the `sock_fprog` and its instructions. Both structs have the
+                // kernel's layout. This code makes no system call, because the filter may forbid it.
                 let program = unsafe {
                     let program = (program as *const libc::sock_fprog).read_unaligned();
                     std::slice::from_raw_parts(program.filter, program.len.into())
@@ -97,7 +97,7 @@ fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize)
     }
 }
 
-/// Reads the instructions, of 8 bytes each, of a `sock_fprog`.
+/// Reads the instructions of the `sock_fprog` at `program`. Each has 8 bytes.
 pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<sock_filter>> {
     let [len, start] = user::read::<[u64; 2]>(program)?;
     let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;

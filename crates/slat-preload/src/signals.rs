@@ -66,7 +66,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0
         && TAKEN_OVER.load(Ordering::Acquire)
     {
-        // SAFETY: the call sets the default action, and does not ask for the old action.
+        // SAFETY: the call sets the default action, and does not return the old action.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;
@@ -74,8 +74,8 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         }
     }
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // All signals are blocked here, because slat needs that. The program's handler gets the mask that it would have
-        // without slat.
+        // All signals are blocked here, because slat handles SIGSYS with all signals blocked. The program's handler
+        // gets the mask that it would have without slat.
         // SAFETY: the context comes from the kernel. The C library's larger set begins with the kernel's set.
         let interrupted = unsafe {
             let context = context.cast::<libc::ucontext_t>();
@@ -149,7 +149,7 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
-/// Looks up the C library's functions now, so that a signal handler never has to look them up.
+/// Looks up the C library's functions in advance, so that a signal handler never has to look them up.
 pub fn prepare() {
     for next in [&NEXT, &NEXT_SIGPROCMASK, &NEXT_PTHREAD_SIGMASK] {
         next.get();

@@ -74,7 +74,7 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
         // SAFETY: the value is live and consists of plain bytes.
         let bytes =
             unsafe { std::slice::from_raw_parts((&raw const value).cast::<u8>(), size_of::<T>()) };
-        // SAFETY: the copy is guarded; the address is the client's.
+        // SAFETY: the copy to the client's address is guarded: a bad address is an error.
         unsafe { slat_guard::copy_out(to.cast(), bytes) }.map_err(|_| libc::EFAULT)
     });
     match copied {
@@ -145,7 +145,7 @@ unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
     }
 }
 
-/// Writes the text of a descriptor's link in `/proc` to the client's buffer. Returns the bytes written.
+/// Writes the text of a descriptor's link in `/proc` to the client's buffer. Returns the number of bytes written.
 fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     /// The size of the buffer for a link's text, which exceeds the longest text.
     const MAX: usize = 96;
@@ -160,7 +160,7 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     let mut rest = &mut text[..];
     write!(rest, "{name}").expect("names are short");
     let written = (MAX - rest.len()).min(len);
-    // SAFETY: the copy to the client's address is guarded.
+    // SAFETY: the copy to the client's address is guarded: a bad address is an error.
     let copied = unsafe { slat_guard::copy_out(to, &text[..written]) };
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
@@ -274,7 +274,7 @@ unsafe fn real_path_to(
         // SAFETY: `path` is a C string.
         return unsafe { libc::strdup(path.as_ptr()) };
     }
-    // SAFETY: the copy to the client's address is guarded.
+    // SAFETY: the copy to the client's address is guarded: a bad address is an error.
     match unsafe { slat_guard::copy_out(to.cast(), path.as_bytes_with_nul()) } {
         Ok(()) => to,
         Err(_) => {
@@ -316,15 +316,15 @@ fn check_room(len: usize, room: usize) {
 
 static NEXT_FSTAT: Next = Next::new(c"fstat");
 
-/// Looks up the C library's functions now, so that a signal handler never has to look them up.
+/// Looks up the C library's functions in advance, so that a signal handler never has to look them up.
 pub fn prepare() {
     for next in [&NEXT_REALPATH, &NEXT_FSTAT] {
         next.get();
     }
 }
 
-/// Implements fstat. Calls the C library's function for other files, because it depends on the library's version which
-/// system call is right.
+/// Implements fstat. For other files, calls the C library's function, because the right system call depends on the C
+/// library's version.
 unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     let kernels = || match NEXT_FSTAT.get() {
         Some(function) if !Section::is_entered() => {

@@ -71,7 +71,7 @@ impl Data {
     }
 }
 
-/// Appends `len` bytes from the client's address `from`, but only until `bytes` has a page.
+/// Appends up to `len` bytes from the client's address `from`. `bytes` does not grow beyond a page.
 fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
     let start = bytes.len();
     bytes.resize(start + len.min(PAGE - start), 0);
@@ -218,7 +218,7 @@ macro_rules! streams {
             }
         )*
 
-        /// Looks up the C library's functions now, so that a signal handler never has to look them up.
+        /// Looks up the C library's functions in advance, so that a signal handler never has to look them up.
         pub fn prepare() {
             for next in [$(&$next),*] {
                 next.get();

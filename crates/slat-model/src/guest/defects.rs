@@ -141,7 +141,7 @@ impl Flaw {
         self.0 == Some(defect)
     }
 
-    /// Returns the paging state that a walk uses instead of `paging`.
+    /// Returns the paging state that a walk with this defect uses instead of `paging`.
     pub fn paging(self, paging: &GuestPaging) -> GuestPaging {
         let mut seen = *paging;
         match self.0 {
@@ -155,7 +155,7 @@ impl Flaw {
         seen
     }
 
-    /// Returns the value that a walk finds in place of `entry`.
+    /// Returns the value that a walk with this defect finds in place of `entry`.
     pub fn entry(self, entry: u64) -> u64 {
         match self.0 {
             Some(Defect::IgnoresUser) => entry | US,
@@ -165,7 +165,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the flags that an MMU sets instead of `flags`.
+    /// Returns those of `flags` that an MMU with this defect sets.
     pub fn flags(self, flags: u64) -> u64 {
         match self.0 {
             Some(Defect::SetsNoAccessed) => flags & !A,
@@ -174,7 +174,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the page that an MMU uses instead of `page`.
+    /// Returns the page that an MMU with this defect uses instead of `page`.
     pub fn page(self, page: GuestPage) -> GuestPage {
         let Gpa(gpa) = page.gpa;
         let seen = match (self.0, page.bits) {
@@ -189,7 +189,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the outcome that an MMU reports instead of `outcome`.
+    /// Returns the outcome that an MMU with this defect reports instead of `outcome`.
     pub fn outcome(self, outcome: Outcome) -> Outcome {
         match (self.0, outcome) {
             (Some(Defect::ForgetsFetchBit), Outcome::PageFault { code }) => Outcome::PageFault {
@@ -205,7 +205,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the parts of a store that an MMU notices. `cpu` is the vCPU that stores.
+    /// Returns the parts of a store by the vCPU `cpu` that an MMU with this defect notices.
     pub fn stored(self, cpu: usize, kind: StoreKind, parts: &[Part]) -> Vec<Part> {
         let of_first_entry = |part: &Part| Part {
             bytes: part.bytes.min(8 - (part.gpa.0 % 8) as usize),

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// The size of the kernel's signal set, in bytes.
 const SET_BYTES: usize = 8;
-/// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`; Arm's is the same.
+/// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`. It has the same value on Arm.
 const SA_RESTORER: usize = 0x0400_0000;
 
 /// The action for SIGSYS before [`begin`] changed it, as the kernel's `struct sigaction`.

@@ -137,7 +137,7 @@ unsafe fn replace_program(
     arguments: Words,
     environment: Words,
 ) -> Result<isize, i32> {
-    // SAFETY: the arguments are valid for execve(2), as this function's contract requires. An empty path means the
+    // SAFETY: the arguments are valid for execve(2), as this function's contract requires. An empty path stands for the
     // descriptor.
     unsafe {
         match executed {
@@ -155,8 +155,8 @@ unsafe fn replace_program(
     }
 }
 
-/// Returns a path of the file that execveat would execute; it may be stored in `buffer`. `None`: the kernel
-/// has to find the file.
+/// Returns a path of the file that execveat would execute; the path may be stored in `buffer`. `None`: the kernel has
+/// to find the file.
 fn path_at(
     directory: c_int,
     path: *const c_char,
@@ -260,7 +260,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
     let Some(next) = NEXT_EXECVPE.get() else {
         return missing();
     };
-    // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
+    // SAFETY: the C library's function has this signature. The caller's arguments are valid for it.
     unsafe {
         let next: unsafe extern "C-unwind" fn(*const c_char, Words, Words) -> c_int =
             transmute(next);
@@ -395,7 +395,7 @@ unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words)
     }
 }
 
-/// Implements posix_spawn by one of the C library's functions.
+/// Implements posix_spawn, by calling one of the C library's functions for it.
 unsafe fn spawn(
     next: &Next,
     child: *mut libc::pid_t,
@@ -408,7 +408,7 @@ unsafe fn spawn(
     let Some(next) = next.get() else {
         return libc::ENOSYS;
     };
-    // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
+    // SAFETY: the C library's function has this signature. The caller's arguments are valid for it.
     unsafe {
         let next = transmute::<usize, Spawn>(next);
         follow(

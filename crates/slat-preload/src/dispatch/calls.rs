@@ -15,24 +15,24 @@ use slat_process::filter::Made;
 use slat_process::pointers;
 use std::ffi::c_char;
 
-/// The bytes of the kernel's signal set.
+/// The size of the kernel's signal set, in bytes.
 const SET_BYTES: usize = 8;
 
 /// Reads a `T` at an address in the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
-    // SAFETY: the load is guarded: the handlers are installed together with the dispatch. The kernel would read this
-    // address for the program, too.
+    // SAFETY: the load is guarded (a bad address is an error), because slat installs its handlers together with the
+    // dispatch. The kernel would read this address for the program, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
 /// Writes a `T` to an address in the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
-    // SAFETY: the store is guarded: the handlers are installed together with the dispatch. The kernel would write to
-    // this address for the program, too.
+    // SAFETY: the store is guarded (a bad address is an error), because slat installs its handlers together with the
+    // dispatch. The kernel would write to this address for the program, too.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
-/// Whether a call needs more of the program's state than its registers: the signal mask, or the alternate stack.
+/// Whether a call needs not only the program's registers, but also its signal mask or alternate stack.
 pub fn needs_state(number: i64) -> bool {
     matches!(
         number,
@@ -44,8 +44,8 @@ pub fn needs_state(number: i64) -> bool {
     )
 }
 
-/// Serves the call `made`, whose registers are in the frame. If the call [needs](needs_state) more of the program's
-/// state than the registers, the frame has that state, too. Returns the kernel's result.
+/// Serves the call `made`, whose registers are in the frame. If the call [needs](needs_state) the program's signal mask
+/// or alternate stack, the frame has these, too. Returns the result that the kernel would return.
 pub fn answer(frame: &mut Frame, made: &Made) -> isize {
     let Made {
         number, arguments, ..
@@ -185,7 +185,7 @@ fn refuse_strict() -> isize {
     error(libc::EINVAL)
 }
 
-/// Implements rt_sigprocmask: changes the mask in the frame, which the kernel restores on return.
+/// Implements rt_sigprocmask: changes the mask in the frame, which the kernel restores when the call returns.
 fn change_mask(
     frame: &mut Frame,
     how: i32,

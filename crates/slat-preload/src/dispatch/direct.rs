@@ -17,7 +17,7 @@ pub unsafe extern "C" fn entry() {
     from_site!(serve)
 }
 
-/// Serves the system call whose registers are `saved`. Returns the kernel's result.
+/// Serves the system call whose registers are `saved`. Returns the result that the kernel would return.
 unsafe extern "C-unwind" fn serve(saved: &mut Saved) -> isize {
     let before = slat_process::errno();
     let made = saved.made();

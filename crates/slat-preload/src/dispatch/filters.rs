@@ -33,7 +33,7 @@ thread_local! {
     static OF_THREAD: Cell<*const Filter> = const { Cell::new(null()) };
 }
 
-/// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
+/// The filters that were installed on all threads at the same time (`SECCOMP_FILTER_FLAG_TSYNC`).
 static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 
 /// The filters of a thread. The threads that this thread makes inherit the filters.

@@ -80,7 +80,7 @@ struct Sent {
     architecture: u32,
 }
 
-/// Puts the frame of a call on slat's stack. Runs in the handler, with all signals blocked.
+/// Copies the frame of a call to slat's stack, and returns the copy. Runs in the handler, with all signals blocked.
 unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Frame) -> *mut Frame {
     if !stack::exists() {
         super::library_threads::make_stack();
@@ -98,7 +98,7 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
         };
         (*frame).link = stack::set_used_to(frame as usize);
         if (*info).architecture != AUDIT_ARCH {
-            // A call with the numbers of 32-bit programs fails as if it did not exist.
+            // A call by `int 0x80`, with the number of a 32-bit system call, fails as if it did not exist.
             (*frame).set_unknown();
         }
         frame

@@ -109,7 +109,7 @@ fn make<T>(
     argument: *mut c_void,
     create: impl FnOnce(extern "C-unwind" fn(*mut c_void) -> T, *mut c_void) -> c_int,
 ) -> c_int {
-    // slat's own threads make no calls that have to be dispatched.
+    // slat's own threads make no calls that the kernel would have to dispatch.
     if !is_armed() || Section::is_entered() && !loaded::is_loaded() {
         return create(routine, argument);
     }
@@ -121,7 +121,7 @@ fn make<T>(
     let failed = create(first::<T>, start.cast());
     if failed != 0 {
         guarded(|| {
-            // SAFETY: no thread was made, so no thread has taken the value.
+            // SAFETY: no thread was created, so no thread owns the value.
             drop(unsafe { Box::from_raw(start) });
             Ok(0)
         });
@@ -149,7 +149,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_THRD.get() else {
             return THRD_ERROR;
         };
-        // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
+        // SAFETY: the C library's function has this signature. The caller's arguments are valid for it.
         let create = |routine, argument| unsafe { transmute::<usize, CreateShort>(next)(thread, routine, argument) };
         make(routine, argument, create)
     }
@@ -164,7 +164,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_CREATE.get() else {
             return libc::EAGAIN;
         };
-        // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
+        // SAFETY: the C library's function has this signature. The caller's arguments are valid for it.
         let create = |routine, argument| unsafe { transmute::<usize, Create>(next)(thread, attributes, routine, argument) };
         make(routine, argument, create)
     }

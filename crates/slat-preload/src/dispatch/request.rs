@@ -34,7 +34,7 @@ pub const CHILD_CLEAR_TID: u64 = libc::CLONE_CHILD_CLEARTID as u64;
 pub const CLEAR_SIGHAND: u64 = 1 << 32;
 
 impl Request {
-    /// Makes the request of a clone(2) with these `arguments`.
+    /// Makes the request for a clone(2) with these `arguments`.
     pub fn clone(arguments: [usize; 6]) -> Self {
         const EXIT_SIGNAL: u64 = 0xff;
         let [flags, stack, parent_tid, child_tid, tls, _] = calls::reordered(arguments);
@@ -51,7 +51,7 @@ impl Request {
         }
     }
 
-    /// Reads the arguments of clone3(2).
+    /// Makes the request for a clone3(2), whose arguments are `bytes` bytes at `address`.
     ///
     /// # Errors
     /// The kernel's result for bad arguments.

@@ -8,10 +8,11 @@ use crate::real::kernel;
 /// The maximum number of futexes in a robust list that the kernel visits.
 const LIMIT: usize = 2048;
 
-/// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
+/// Marks the robust futexes that this thread holds, wakes the threads that wait for them, and unregisters the list of
+/// these futexes.
 pub fn leave() {
     let (mut head, mut bytes) = (0usize, 0usize);
-    // SAFETY: the call fills in live values.
+    // SAFETY: the call fills in live variables.
     let asked = unsafe { kernel!(libc::SYS_get_robust_list, 0, &raw mut head, &raw mut bytes) };
     if asked.is_err() || head == 0 {
         return;
@@ -44,11 +45,12 @@ pub fn leave() {
     let _ = unsafe { kernel!(libc::SYS_set_robust_list, 0, bytes) };
 }
 
-/// Marks a futex if this thread, which ends, is its owner.
+/// Marks a futex if its owner is this thread, which is ending.
 fn mark(address: usize) {
     let futex = address as *mut u32;
     let own = slat_process::thread_id() as u32;
-    // SAFETY: the accesses to the program's word are guarded, and the call only wakes the threads that wait for it.
+    // SAFETY: the accesses to the program's word are guarded, and the call only wakes the threads that wait for the
+    // word.
     unsafe {
         while let Ok(value) = slat_guard::load(futex) {
             if value & libc::FUTEX_TID_MASK != own {

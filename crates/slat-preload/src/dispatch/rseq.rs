@@ -17,8 +17,8 @@ thread_local! {
 }
 
 fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
-    // SAFETY: the area belongs to the program, which lets the kernel write to it, or to the C library, whose area is
-    // unregistered.
+    // SAFETY: the area belongs to the program, which lets the kernel write to the area. Or the area belongs to the C
+    // library, and the call unregisters it.
     unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
 

@@ -41,7 +41,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// The number of dispatched calls after which a site is rewritten.
+/// The number of dispatched calls from a site after which the site is rewritten.
 const CALLS: u32 = 64;
 /// The maximum number of sites whose calls are counted.
 const SITES: usize = 32;
@@ -63,7 +63,7 @@ static COUNTS: [Count; SITES] = [const {
 /// Whether a thread is rewriting a site. Only that thread may replace pages and choose padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
-/// Whether the user allows slat to rewrite sites.
+/// Whether the user allows slat to rewrite sites (`SLAT_REWRITE`).
 fn is_allowed() -> bool {
     std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
 }
@@ -99,7 +99,7 @@ pub fn count(back: usize) {
     }
 }
 
-/// Rewrites the site before `back`. `None`: the site cannot be rewritten.
+/// Rewrites the site that ends at `back`. `None`: the site cannot be rewritten.
 fn rewrite(back: usize) -> Option<()> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
@@ -138,7 +138,7 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
     let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
     let entry = direct::entry as *const () as usize;
     let mut offset = (plans.len() * Plan::STUB).next_multiple_of(page_size());
-    // The memory is mapped before it is written, because a stub may depend on its address.
+    // The memory is mapped before it is written, because the contents of a stub may depend on the stub's address.
     let mut stub = map_near(text, &memory, offset)?;
     for (index, plan) in plans.iter().enumerate() {
         let at = index * Plan::STUB;
@@ -166,10 +166,10 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
     Some(())
 }
 
-/// Maps `memory` at `offset`, readable and executable. Returns its address.
+/// Maps `memory`, from `offset` on, readable and executable. Returns the mapping's address.
 ///
 /// # Safety
-/// - With `MAP_FIXED`, the bytes may replace those at `place`.
+/// - With `MAP_FIXED`, the mapping may replace the memory at `place`.
 unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) -> Option<usize> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | flags;
@@ -188,10 +188,10 @@ unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) 
     mapped.ok().map(|mapped| mapped as usize)
 }
 
-/// Maps the first `len` bytes of `memory`, readable and executable, within reach of a jump from `text`. Returns their
-/// address.
+/// Maps the first `len` bytes of `memory`, readable and executable, within reach of a jump from `text`. Returns the
+/// mapping's address.
 fn map_near(text: &Range<usize>, memory: &Opened, len: usize) -> Option<usize> {
-    /// The distance between the addresses at which the mapping is tried.
+    /// The distance between two addresses at which the mapping is tried.
     const STEP: usize = 1 << 20;
     const TRIES: usize = REACH / STEP;
     let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP + len));
@@ -200,22 +200,22 @@ fn map_near(text: &Range<usize>, memory: &Opened, len: usize) -> Option<usize> {
     places.find_map(|place| {
         let place = place & !(page_size() - 1);
         let flags = libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: the memory is not in use.
+        // SAFETY: with `MAP_FIXED_NOREPLACE`, the mapping replaces no memory.
         let start = unsafe { map(memory, 0, &(place..place + len), flags) }?;
-        // Kernels before 4.17 treat the address as a hint.
+        // Kernels before 4.17 treat the address only as a hint, so the mapping may be at another address.
         (start == place).then_some(start)
     })
 }
 
-/// Private code that is readable and executable, and not writable. Its mappings have no gap between them.
+/// A range of private code that is readable, executable, and not writable. Its mappings have no gaps between them.
 struct Text {
     range: Range<usize>,
-    /// The parts that map files.
+    /// The parts of the range that map files.
     files: Vec<Range<usize>>,
 }
 
 impl Text {
-    /// Returns the code around `address`.
+    /// Returns the range of code that contains `address`.
     fn around(address: usize) -> Option<Self> {
         let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
         let mut text = Text {
@@ -223,7 +223,7 @@ impl Text {
             files: Vec::new(),
         };
         for line in maps.lines() {
-            // The words of a line are addresses, access, offset, device, inode and name.
+            // The words of a line in /proc/self/maps are addresses, access, offset, device, inode and name.
             let mut words = line.split_whitespace();
             let (start, end) = words.next()?.split_once('-')?;
             let hexadecimal = |text| usize::from_str_radix(text, 16).ok();
@@ -257,8 +257,8 @@ impl Text {
 
     /// Whether the file-backed pages among `pages` still are the file's own pages, not changed private copies.
     fn is_original(&self, pages: &Range<usize>) -> bool {
-        /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present; the page is
-        /// swapped out; the page belongs to the file or to shared memory.
+        /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`). In this order: the page is present;
+        /// the page is swapped out; the page belongs to the file or to shared memory.
         const PRESENT: u64 = 1 << 63;
         const SWAPPED: u64 = 1 << 62;
         const FILES: u64 = 1 << 61;

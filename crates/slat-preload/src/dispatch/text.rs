@@ -46,7 +46,7 @@ impl Text {
 pub fn programs() -> Vec<Range<usize>> {
     let mut texts = Vec::new();
     each_segment(|object, segment| {
-        // The first object is the program.
+        // The first object is the program itself.
         if object == 0 {
             texts.push(segment);
         }

@@ -55,7 +55,7 @@ fn refuse(what: &str) -> isize {
 /// the kernel serves its calls.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     // SAFETY: the program gives this stack to the child. If the program has put data on that stack, the frame is below
-    // the data and their red zone. The parent continues here.
+    // this data and its red zone. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -67,7 +67,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
 
 /// Stores a thread's id at the address that the program has given for it. Ignores a bad address, as the kernel does.
 fn tell(address: u64, number: u32) {
-    // SAFETY: the store is guarded, to a word of the program.
+    // SAFETY: the store to the program's word is guarded (a bad address is an error).
     let _ = unsafe { slat_guard::store(address as *mut u32, number) };
 }
 
@@ -204,7 +204,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     let start = {
         let _section = Section::enter();
         Arc::new(Start {
-            // SAFETY: the frame is a copy of the kernel's frame.
+            // SAFETY: the kernel or slat has filled in the frame.
             frame: unsafe { frame.keep() },
             request: *request,
             pointer: match request.has(SET_TLS) {
@@ -251,7 +251,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         Err(failed) => {
             THREADS.fetch_sub(1, Ordering::Relaxed);
             is_separate();
-            // SAFETY: no thread was made, so no thread owns the reference.
+            // SAFETY: no thread was created, so no thread owns the reference.
             drop(unsafe { Arc::from_raw(given) });
             error(failed)
         }
@@ -293,7 +293,7 @@ unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
 
 /// Continues as the program's thread.
 unsafe extern "C" fn go(start: *const Start) -> ! {
-    /// The part of the stack that this function itself needs.
+    /// The number of bytes at the low end of the stack that this function itself needs.
     const OWN: usize = 16 << 10;
     // SAFETY: the creator has passed its reference to this thread. The processor has the instructions that the first
     // thread has used. The thread's stack is free between its end and this function's own part. The copy of the frame

@@ -92,7 +92,7 @@ struct Placed {
 fn somewhere() -> u64 {
     const LOW: u64 = 0x2000_0000_0000;
     let mut random = 0u64;
-    // SAFETY: the call fills in a live word. If the call fails, the address is always the same.
+    // SAFETY: the call fills in a live word. If the call fails, the word stays 0, which is valid, too.
     let _ = unsafe { kernel!(libc::SYS_getrandom, &raw mut random, size_of::<u64>(), 0) };
     LOW + (random % (1 << 28)) * page()
 }

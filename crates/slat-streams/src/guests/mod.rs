@@ -78,7 +78,7 @@ impl Way {
     }
 }
 
-/// Returns a first byte of a stream that chooses the way [`Way::Compared`].
+/// Returns a first byte of a stream that chooses a compared guest.
 pub fn compared(random: u8) -> u8 {
     // The mode is 64-bit mode in most cases, otherwise a 32-bit mode.
     let mode = [0, 6, 0, 6, 2 + random % 4][usize::from(random >> 5) % 5];

@@ -21,7 +21,7 @@ pub fn older(number: i64, arguments: [usize; 6]) -> Call {
 
 /// Reorders the arguments of `clone` between the neutral order (flags, stack, parent's word, child's word, thread
 /// pointer) and this architecture's order. On AArch64 the thread pointer comes before the child's word
-/// (CONFIG_CLONE_BACKWARDS). One function serves both directions.
+/// (CONFIG_CLONE_BACKWARDS). The same function converts in both directions.
 pub fn reordered([flags, stack, parent, child, pointer, rest]: [usize; 6]) -> [usize; 6] {
     [flags, stack, parent, pointer, child, rest]
 }

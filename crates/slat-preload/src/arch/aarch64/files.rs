@@ -8,7 +8,7 @@ pub const MACHINE: u16 = 183;
 /// The name of a program of this architecture in messages.
 pub const PROGRAM: &str = "a 64-bit Arm program";
 
-/// The end of the addresses that a program can use.
+/// The exclusive upper limit of the addresses that a program can use.
 pub const ADDRESSES: u64 = 1 << 48;
 
 /// The dynamic linker of glibc.

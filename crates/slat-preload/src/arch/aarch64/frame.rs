@@ -19,9 +19,9 @@ pub struct Frame {
     /// The kernel does not use this field. In a frame on slat's stack, the field holds the lowest address of that stack
     /// that was in use before this frame was stored.
     pub link: usize,
-    /// The alternate stack, which the kernel sets again when it returns.
+    /// The alternate stack, which the kernel sets again when the handler returns.
     pub alternate: libc::stack_t,
-    /// The signal mask that the kernel returns to.
+    /// The signal mask, which the kernel restores when the handler returns.
     pub mask: u64,
     reserved: [u64; 16],
     /// The kernel does not use this field when it returns. In the frame of a call from a rewritten site, the field
@@ -51,15 +51,15 @@ pub const RECORDS: usize = offset_of!(Frame, records);
 /// Offset of the signal mask in a [`Frame`], for assembly.
 pub const MASK: usize = offset_of!(Frame, mask);
 
-/// The size of the kernel's information about a signal. The information lies right before a frame, at the beginning of
+/// The size of `siginfo_t`, the kernel's information about a signal. It lies right before a frame, at the beginning of
 /// the kernel's `struct rt_sigframe`.
 pub const BEFORE: usize = size_of::<libc::siginfo_t>();
 
-/// The kernel's constant for this architecture's calls: AUDIT_ARCH_AARCH64. Calls of 32-bit programs have another
-/// constant.
+/// AUDIT_ARCH_AARCH64, by which the kernel marks a dispatched call of a 64-bit program. Calls of 32-bit programs have
+/// another value.
 pub const AUDIT_ARCH: u32 = 0xc000_00b7;
 
-/// The register with a call's number.
+/// The index of the register with a call's number, X8.
 const NUMBER: usize = 8;
 
 /// The first words of a record: the record's kind, and its size in bytes. Kind 0 ends the list of records.
@@ -105,16 +105,16 @@ impl Frame {
     /// Returns the number of the system call and its arguments.
     pub fn call(&self) -> (i64, [usize; 6]) {
         let [a, b, c, d, e, f, ..] = self.registers;
-        // The kernel looks at the lower half of X8.
+        // The kernel uses only the lower half of X8 as the call's number.
         (i64::from(self.registers[NUMBER] as i32), [a, b, c, d, e, f])
     }
 
-    /// Changes the number of the call to one that no call has.
+    /// Changes the call's number to a number that no system call has.
     pub fn set_unknown(&mut self) {
         self.registers[NUMBER] = usize::MAX;
     }
 
-    /// Sets the result that the program gets.
+    /// Sets the call's result, which the program gets.
     pub fn set_result(&mut self, result: isize) {
         self.registers[0] = result as usize;
     }
@@ -154,7 +154,7 @@ impl Frame {
     /// The alignment of the stack.
     const ALIGNMENT: usize = 16;
 
-    /// Returns the bytes that [`copy_below`](Self::copy_below) needs.
+    /// Returns the number of bytes that [`copy_below`](Self::copy_below) needs.
     ///
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
@@ -190,8 +190,8 @@ impl Frame {
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
 /// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
 /// `$place`, below which the stack is free. A call of slat itself is [passed](pass_through_gate) to the kernel. If slat
-/// and the program share one thread pointer, the function `$runs_slat` tells whose call it is; else the thread pointer
-/// in use tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
+/// and the program share one thread pointer, the function `$runs_slat` tells whose call it is; otherwise the current
+/// thread pointer tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
 ///
 /// `$serve` does not return. Its return address, for unwinders, is the address in the variable `$restorer`.
 macro_rules! dispatched {
@@ -340,7 +340,7 @@ pub unsafe fn return_to(frame: *mut Frame) -> ! {
 /// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
 ///   does not need the caller's stack.
 pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
-    /// Makes the call. The return address is on the maker's stack. The stack pointer of the new process is at the
+    /// Makes the call. The return address is on the creator's stack. The stack pointer of the new process is at the
     /// frame, as rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn clone(_arguments: *const [usize; 6]) -> isize {
@@ -469,8 +469,8 @@ mod tests {
             dispatched!(others, runs_slat, place, RESTORER, serve)
         }
 
-        /// Sends SIGSYS with `code` to this thread. Returns the apparent result of the sending call, and a
-        /// floating-point number that was computed before the call.
+        /// Sends SIGSYS with `code` to this thread. Returns the value in the result register after the sending call,
+        /// and a floating-point number that was computed before the call.
         fn send(code: i32) -> (isize, f64) {
             let mut info = [0u32; 32];
             (info[0], info[2]) = (libc::SIGSYS as u32, code as u32);
@@ -506,8 +506,8 @@ mod tests {
             // A SIGSYS with another code goes to the other handler. The call keeps its own result.
             assert_eq!(send(1), (0, 0.5));
             assert_eq!(send(2), (RESULT, 0.5));
-            // The gate repeats the call. Its first argument is then the result of the first call, 0, which is not a
-            // process.
+            // The gate makes the call once more. X0 then holds the result of the first call, 0, which is the first
+            // argument of the second call; 0 is not a process id.
             IS_SLATS.store(true, Ordering::Relaxed);
             assert_eq!(send(2), (-(libc::EINVAL as isize), 0.5));
             IS_SLATS.store(false, Ordering::Relaxed);

@@ -30,7 +30,7 @@ pub const LEAVE: usize = 24;
 /// The distance in bytes from the stub's code that makes the system call to the stub's [`Site`].
 pub const PASS: usize = 16;
 
-/// The registers that the entry has stored.
+/// The registers that the entry has stored, as a frame.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Saved(Frame);
@@ -59,8 +59,9 @@ pub static ALL: u64 = u64::MAX;
 /// Does nothing: AArch64 needs no preparation for the first entry through a site.
 pub fn prepare() {}
 
-/// The body of the function to which a stub jumps. X16 points to its [`Site`]; all other registers but X17 are those of
-/// the call. The function calls `$serve` with the [`Saved`] registers, and returns its result to the program.
+/// The body of the function to which a stub jumps. X16 points to the stub's [`Site`]. All other registers except X17
+/// are as the program has set them for the call. The function calls `$serve` with the [`Saved`] registers, and returns
+/// its result to the program.
 ///
 /// If slat has not given the thread a stack, the stub makes the system call instead.
 macro_rules! from_site {

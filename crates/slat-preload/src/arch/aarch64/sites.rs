@@ -18,11 +18,11 @@ use super::site_entry::{LEAVE, PASS, Site};
 use std::mem::offset_of;
 use std::ops::Range;
 
-/// The distance that `b` reaches.
+/// The distance in bytes that `b` reaches.
 const BRANCH: usize = 128 << 20;
 /// The maximum distance of a stub from the text.
 pub const REACH: usize = BRANCH;
-/// The bytes of an instruction.
+/// The size of an instruction in bytes.
 const INSTRUCTION: usize = size_of::<u32>();
 
 /// Returns `b`, at the address `from`, to the address `to`. `None`: `to` is too far away, or not aligned.
@@ -37,7 +37,7 @@ fn branch(from: usize, to: usize) -> Option<u32> {
     Some(OPCODE | (distance / INSTRUCTION as isize) as u32 & DISTANCE)
 }
 
-/// A plan to rewrite one site.
+/// A plan to rewrite one site (a call instruction of the program).
 #[derive(Debug)]
 pub struct Plan {
     /// The address of the `svc #0`.
@@ -45,11 +45,11 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The bytes of a site's stub.
+    /// The size of a site's stub in bytes.
     pub const STUB: usize = size_of::<Stub>();
 
-    /// Plans to rewrite the `svc #0` before `back`. `code` is the text that begins at the address `start`. `None`:
-    /// there is no `svc #0`.
+    /// Plans to rewrite the `svc #0` that ends at the address `back`. `code` is the text that begins at the address
+    /// `start`. `None`: there is no `svc #0`.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back.checked_sub(INSTRUCTION)?;
         let word = code.get(site.checked_sub(start)?..back.checked_sub(start)?)?;
@@ -101,7 +101,7 @@ const _: () = assert!(offset_of!(Stub, site) - offset_of!(Stub, leave) == LEAVE)
 const _: () = assert!(offset_of!(Stub, site) - offset_of!(Stub, pass) == PASS);
 
 impl Stub {
-    /// Makes the stub, at the address `at`, of the site before `back`.
+    /// Makes the stub, at the address `at`, of the site that ends at `back`.
     fn new(back: usize, entry: usize, at: usize) -> Option<Self> {
         /// stp x16, x17, [sp, #-16]!
         const PUSH: u32 = 0xa9bf_47f0;
@@ -126,7 +126,7 @@ impl Stub {
         })
     }
 
-    /// Returns the stub's memory.
+    /// Returns the stub as bytes.
     fn bytes(&self) -> [u8; size_of::<Self>()] {
         // SAFETY: the stub consists of integers and arrays of integers, without padding between them.
         unsafe { std::mem::transmute_copy(self) }

@@ -18,19 +18,19 @@ pub struct Frame {
     /// The kernel does not use this field. In a frame on slat's stack, the field holds the lowest address of that stack
     /// that was in use before this frame was stored.
     pub link: usize,
-    /// The alternate stack, which the kernel sets again when it returns.
+    /// The alternate stack, which the kernel sets again when the handler returns.
     pub alternate: libc::stack_t,
     registers: [i64; 23],
     floating: *mut u8,
     reserved: [u64; 8],
-    /// The signal mask that the kernel returns to.
+    /// The signal mask, which the kernel restores when the handler returns.
     pub mask: u64,
 }
 
 const _: () = assert!(size_of::<Frame>() == 304);
 
-/// The kernel's constant for this architecture's calls: AUDIT_ARCH_X86_64. Calls by `int 0x80`, which use the numbers
-/// of 32-bit programs, have another constant.
+/// AUDIT_ARCH_X86_64, by which the kernel marks a dispatched call of a 64-bit program. Calls by `int 0x80`, which use
+/// the numbers of 32-bit programs, have another value.
 pub const AUDIT_ARCH: u32 = 0xc000_003e;
 
 impl Frame {
@@ -70,17 +70,17 @@ impl Frame {
             libc::REG_R8,
             libc::REG_R9,
         ];
-        // The kernel looks at the lower half of RAX.
+        // The kernel uses only the lower half of RAX as the call's number.
         let number = i64::from(self.registers[libc::REG_RAX as usize] as i32);
         (number, arguments.map(|index| self.register(index)))
     }
 
-    /// Changes the number of the call to one that no call has.
+    /// Changes the call's number to a number that no system call has.
     pub fn set_unknown(&mut self) {
         self.registers[libc::REG_RAX as usize] = -1;
     }
 
-    /// Sets the result that the program gets.
+    /// Sets the call's result, which the program gets.
     pub fn set_result(&mut self, result: isize) {
         self.registers[libc::REG_RAX as usize] = result as i64;
     }
@@ -118,7 +118,7 @@ impl Frame {
     /// The alignment that XRSTOR demands (Intel SDM, volume 1, section 13.4).
     const ALIGNMENT: usize = 64;
 
-    /// Returns the bytes that [`copy_below`](Self::copy_below) needs.
+    /// Returns the number of bytes that [`copy_below`](Self::copy_below) needs.
     ///
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
@@ -153,8 +153,8 @@ impl Frame {
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
 /// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
 /// `$place`, which is also the new stack pointer. A call of slat itself is [passed](pass_through_gate) to the kernel.
-/// If slat and the program share one thread pointer, the function `$runs_slat` tells whose call it is; else the thread
-/// pointer in use tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
+/// If slat and the program share one thread pointer, the function `$runs_slat` tells whose call it is; otherwise the
+/// current thread pointer tells. All other SIGSYS signals come from seccomp filters, and go to the handler `$others`.
 ///
 /// `$serve` does not return. Its return address, for unwinders, is the address in the variable `$restorer`.
 macro_rules! dispatched {
@@ -240,7 +240,8 @@ pub unsafe extern "C" fn pass_through_gate() {
         "mov [rdx + {rip}], rcx",
         "mov [rdx + {rsp}], r10",
         "ret",
-        // The gate returns here. The registers are as the call has left them. Any system call changes RCX.
+        // The gate returns here. The registers are as the call has left them. RCX is free, because every system call
+        // changes it.
         "3:",
         "mov rcx, [rsp]",
         "mov rsp, [rsp + 8]",

@@ -50,7 +50,7 @@ fn has_invlpgb() -> bool {
     host_leaf(LEAF, 0).ebx & INVLPGB != 0
 }
 
-/// A plan to rewrite one site.
+/// A plan to rewrite one site (a call instruction of the program).
 #[derive(Debug)]
 pub struct Plan {
     /// The address after the site.
@@ -60,11 +60,11 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The bytes of a site's stub.
+    /// The size of a site's stub in bytes.
     pub const STUB: usize = size_of::<Stub>();
 
-    /// Plans to rewrite the `syscall` before `back`. `code` is the text that begins at `start`, a page's address.
-    /// `None`: the site cannot be rewritten.
+    /// Plans to rewrite the `syscall` that ends at the address `back`. `code` is the text that begins at `start`, a
+    /// page's address. `None`: the site cannot be rewritten.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back - SYSCALL.len();
         // The text begins at a page's boundary, so offsets in the text have the same alignment as addresses.
@@ -119,7 +119,7 @@ struct Stub {
 }
 
 impl Stub {
-    /// Makes the stub of the site before `back`.
+    /// Makes the stub of the site that ends at `back`.
     fn new(back: usize, entry: usize) -> Self {
         let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();
         let site = offset_of!(Stub, site);
@@ -142,7 +142,7 @@ impl Stub {
         }
     }
 
-    /// Returns the stub's memory.
+    /// Returns the stub as bytes.
     fn bytes(&self) -> [u8; size_of::<Self>()] {
         // SAFETY: the stub consists of integers and arrays of bytes, without padding between them.
         unsafe { std::mem::transmute_copy(self) }
