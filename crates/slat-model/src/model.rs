@@ -224,7 +224,7 @@ impl Log {
 pub struct GuestModel {
     /// The size of a page.
     pub granule: Granule,
-    /// Number of guest frames that the tables can map.
+    /// The number of guest frames that the tables can map.
     pub capacity: u64,
     /// Memslots by id.
     pub slots: BTreeMap<u32, ModelSlot>,

@@ -38,7 +38,7 @@ pub struct RingClient {
 }
 
 impl RingClient {
-    /// Number of entries in a ring.
+    /// The number of entries in a ring.
     pub const LEN: u32 = 128;
     /// The number of ring entries in use at which the vCPU exits (dirty ring full).
     pub(crate) const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;

@@ -1,10 +1,10 @@
 //! The system calls that slat makes on the program's threads while it serves the KVM API, mainly `KVM_RUN`.
 //!
 //! With the kernel's KVM these threads need only `ioctl`, and VMMs install seccomp filters that allow little else. So a
-//! list names each call that slat makes, and who makes the call if a filter forbids it. For most calls, the helper
-//! thread makes them; it shares memory and descriptors with all threads. Some calls are then omitted; the list says
-//! what is lost. The other calls must be made by the calling thread itself, so a filter has to allow them.
-//! `docs/seccomp.md` has the list for users.
+//! list names each call that slat makes, and who makes the call if a filter forbids it. Most of these calls are then
+//! made by the helper thread, which shares memory and descriptors with all threads. Some calls are omitted instead, and
+//! the list says what is lost. The other calls must be made by the calling thread itself, so a filter has to allow
+//! them. `docs/seccomp.md` has the list for users.
 //!
 //! For each call, one bit for the whole process says whether it is allowed. If the filter of any thread forbids a call,
 //! the helper makes the call for all threads except slat's own threads, to which no filter applies

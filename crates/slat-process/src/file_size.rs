@@ -1,8 +1,8 @@
 //! Files under RLIMIT_FSIZE. The kernel refuses to extend a file beyond this limit, and sends SIGXFSZ, which ends a
 //! program that does not handle the signal.
 //!
-//! A program that uses the kernel's KVM writes no files for that. So slat's writes to its own files must not end the
-//! program.
+//! A program that uses the kernel's KVM needs to write no files for that. So slat's writes to its own files must not
+//! end the program.
 
 use crate::calls::raw;
 use std::io;

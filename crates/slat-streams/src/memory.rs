@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Size of a host page.
+/// The size of a host page.
 pub const PAGE: usize = 4096;
 
 /// A reserved range of addresses, which this value owns.

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Mode of the directory: only its owner writes to it.
+/// The mode of the directory, to which only its owner can write.
 const MODE: u32 = 0o755;
 
 /// The mode bits that let the file's group write, and all other users.

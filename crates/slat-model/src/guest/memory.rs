@@ -16,7 +16,7 @@ use crate::model::{Expected, GuestModel, ModelSlot};
 /// A moment, as the number of the last operation before it.
 pub(super) type Time = u64;
 
-/// Number of guest frames that the engine's tables can map.
+/// The number of guest frames that the engine's tables can map.
 const CAPACITY: u64 = 1 << 36;
 
 /// An earlier value of a word, and the moment at which the value was replaced.

@@ -10,7 +10,7 @@ pub const RED_ZONE: usize = 0;
 
 /// Defines `$name`, which the kernel calls as a signal handler. `$name` sets slat's thread pointer and calls `$inner`.
 /// If slat and the program share one thread pointer, `$name` only calls `$inner`, and unwinding can pass through
-/// `$name`. On this architecture, the flags need no care.
+/// `$name`. On this architecture, there are no flags to clear.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {

@@ -166,7 +166,7 @@ pub fn after_fork() {
     }
 }
 
-/// Stores the ends of this thread's slat stack. Both are 0 if the thread has no such stack any more.
+/// Stores the ends of slat's stack on this thread. Both are 0 if the thread has no such stack any more.
 pub(crate) fn set_stack(low: usize, high: usize) {
     let own = own_or_new();
     own.stack[0].store(low, Ordering::Relaxed);
@@ -176,7 +176,7 @@ pub(crate) fn set_stack(low: usize, high: usize) {
     }
 }
 
-/// Returns the ends of this thread's slat stack. Both are 0 if the thread has no such stack.
+/// Returns the ends of slat's stack on this thread. Both are 0 if the thread has no such stack.
 pub(crate) fn stack_ends() -> (usize, usize) {
     own().map_or((0, 0), |own| {
         let [low, high] = &own.stack;
@@ -238,12 +238,12 @@ pub unsafe fn separate(programs: usize) {
 /// - The thread runs on slat's pointer.
 pub unsafe fn separate_own() {}
 
-/// Returns this thread's program thread pointer.
+/// Returns the program's thread pointer on this thread.
 pub fn programs() -> usize {
     own().map_or(0, |own| own.programs.load(Ordering::Relaxed))
 }
 
-/// Changes this thread's program thread pointer.
+/// Changes the program's thread pointer on this thread.
 pub fn set_programs(pointer: usize) {
     if let Some(own) = own() {
         own.programs.store(pointer, Ordering::Relaxed);

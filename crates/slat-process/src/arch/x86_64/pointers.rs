@@ -53,7 +53,7 @@ thread_local! {
     };
 }
 
-/// Stores the ends of this thread's slat stack.
+/// Stores the ends of slat's stack on this thread.
 pub(crate) fn set_stack(low: usize, high: usize) {
     POINTERS.with(|pointers| {
         pointers.stack[0].set(low);
@@ -61,7 +61,7 @@ pub(crate) fn set_stack(low: usize, high: usize) {
     });
 }
 
-/// Returns the ends of this thread's slat stack. Both are 0 if the thread has no such stack.
+/// Returns the ends of slat's stack on this thread. Both are 0 if the thread has no such stack.
 pub(crate) fn stack_ends() -> (usize, usize) {
     POINTERS.with(|pointers| (pointers.stack[0].get(), pointers.stack[1].get()))
 }
@@ -132,12 +132,12 @@ pub unsafe fn separate_own() {
     unsafe { separate(0) }
 }
 
-/// Returns this thread's program thread pointer.
+/// Returns the program's thread pointer on this thread.
 pub fn programs() -> usize {
     POINTERS.with(|pointers| pointers.programs.get())
 }
 
-/// Changes this thread's program thread pointer.
+/// Changes the program's thread pointer on this thread.
 pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
