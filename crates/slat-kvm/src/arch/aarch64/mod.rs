@@ -11,7 +11,7 @@
 //! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
 //! | | `clock` | the host's counter |
-//! | || `eager_split` | whether huge leaves are split when a memslot's dirty log begins | |
+//! | | `eager_split` | whether huge leaves are split when a memslot's dirty log begins |
 //! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
 //! | | `invalidated` | the invalidations by other vCPUs that a vCPU has to carry out |
 //! | parts | `vcpu_state` | the other state of a vCPU |
