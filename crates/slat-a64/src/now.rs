@@ -45,7 +45,7 @@ fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Sto
     })
 }
 
-/// Defines functions of [`Tier`](crate::tier::Tier) whose result is one expression of their arguments.
+/// Defines functions of [`crate::tier::Tier`] whose result is one expression of their arguments.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty { $value:expr })*) => {
         $(

@@ -240,7 +240,8 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
         .inspect_err(|_| remove(&path))?;
     mapped.describe(selected, start);
     if slot.set(mapped).is_ok() {
-        traced().store(selected.0, Relaxed);
+        // The fence of `claim` belongs to this release: a thread that finds a tracepoint selected finds the file.
+        traced().store(selected.0, Release);
     }
     Ok(Some(path))
 }

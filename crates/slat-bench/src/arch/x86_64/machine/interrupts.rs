@@ -8,7 +8,7 @@ use super::layout::{GDT, IDT};
 
 /// The interrupt vector. The IDT of [`load`] has no other vector.
 const VECTOR: u64 = 0x40;
-/// The segments in the GDT, as in [`slat_demo::long_mode`]: null, code at selector 8, data at selector 0x10.
+/// The segments in the GDT, as in `slat_demo::long_mode`: null, code at selector 8, data at selector 0x10.
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
 /// Writes the GDT and the IDT into the memory of the system slot. `handler` is the address of the handler of
