@@ -1,8 +1,9 @@
 //! Addresses and levels as types: a [`Gfn`] cannot be passed where a [`Pfn`] is meant.
 //!
 //! An address whose type ends in `pa` or `va` counts bytes. A frame number counts pages of the format's [`Granule`],
-//! whose methods convert between the two. The methods here that take no granule are short forms for [`Granule::Kib4`],
-//! for x86's own tables and for callers whose pages have 4 KiB. Code for any format does not use these.
+//! whose methods convert between the two. The methods of this module that take no granule are short forms for
+//! [`Granule::Kib4`]: for x86's own tables, and for callers whose pages have 4 KiB. Code that is generic over formats
+//! does not use these short forms.
 
 use core::fmt;
 use core::ops::Range;
@@ -46,8 +47,8 @@ address! {
     Gva
 }
 address! {
-    /// Address in the space that backs memslots, in bytes: a host-virtual address in a userspace
-    /// port. A hypervisor without such addresses uses any linear numbering of its memory.
+    /// Address of the memory that backs memslots, in bytes: in a userspace port, a host-virtual address. A hypervisor
+    /// without such addresses uses any linear numbering of its memory.
     Hva
 }
 address! {
@@ -88,13 +89,13 @@ impl Gfn {
         Gfn(self.0 + pages)
     }
 
-    /// Returns the first frame of the region that one entry of `level` covers around this frame, in tables of 4 KiB.
+    /// Returns the first of the frames that one entry of `level` covers, in tables of 4 KiB, around this frame.
     #[inline]
     pub const fn align_down(self, level: Level) -> Gfn {
         Granule::Kib4.align_down(self, level)
     }
 
-    /// Returns the frames that one entry of `level` covers around this frame, in tables of 4 KiB.
+    /// Returns the frames that one entry of `level` covers, in tables of 4 KiB, around this frame.
     #[inline]
     pub const fn block(self, level: Level) -> Range<Gfn> {
         Granule::Kib4.block(self, level)
@@ -121,7 +122,7 @@ impl Pfn {
         Pfn(self.0 + pages)
     }
 
-    /// Returns the first frame of the naturally aligned region of `level` around this frame, in tables of 4 KiB.
+    /// Returns the first of the frames that a leaf of `level` maps, in tables of 4 KiB, if it maps this frame.
     #[inline]
     pub const fn align_down(self, level: Level) -> Pfn {
         Pfn(self.0 & !(level.pages() - 1))
@@ -136,9 +137,9 @@ impl Hva {
     }
 }
 
-/// Height of an entry above the page. With tables of 4 KiB, level 1 maps 4 KiB, level 2 maps 2 MiB, and level 3 maps 1
-/// GiB. For other granules see [`Granule::pages`]. (Arm numbers the levels from the root down: Arm's level 3 is level 1
-/// here.)
+/// The level of a page-table entry, counted from the page up. With tables of 4 KiB, level 1 maps 4 KiB, level 2 maps 2
+/// MiB, and level 3 maps 1 GiB. For other granules see [`Granule::pages`]. (Arm numbers the levels from the root down:
+/// Arm's level 3 is level 1 here.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Level(pub u8);
 
@@ -156,7 +157,7 @@ impl Level {
         Granule::Kib4.pages(self)
     }
 
-    /// Returns the index of the entry on the path to `gfn`, in a table of 4 KiB of this level.
+    /// Returns the index, in a 4 KiB table of this level, of the entry on the path to `gfn`.
     #[inline]
     pub const fn index(self, gfn: Gfn) -> usize {
         Granule::Kib4.index(gfn, self)
@@ -175,8 +176,8 @@ impl Level {
     }
 }
 
-/// Number of a page in the addresses that a walker translates: a guest frame for a second-level walker; a virtual page
-/// of 4 KiB for the walker of a shadow table.
+/// Number of a page in the addresses that a page walker translates. For a second-level walker it is a guest frame. For
+/// the walker of a shadow table it is the number of a virtual page of 4 KiB.
 #[derive(Clone, Copy)]
 pub(crate) struct PageIndex(u64);
 
@@ -192,7 +193,7 @@ impl PageIndex {
         level.index(Gfn(self.0))
     }
 
-    /// Returns the page that entry `index` of the same shadow table of level 1 translates.
+    /// Returns the page that entry `index` translates, in the shadow table of level 1 that translates this page.
     pub(crate) fn with_entry(self, index: usize) -> Self {
         PageIndex(self.0 & !(Level::MEGA.pages() - 1) | index as u64)
     }

@@ -9,7 +9,7 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
-/// There was no memory for a table, or for other data of the engine. Nothing was changed.
+/// There was no memory for a table, or for other data of the engine. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory;
 
@@ -24,7 +24,7 @@ impl core::error::Error for OutOfMemory {}
 /// Allocates memory for a `T`, whose size is not 0.
 pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
-    // SAFETY: the layout has a size.
+    // SAFETY: the size of the layout is not 0.
     let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
     // SAFETY: `alloc` has returned the memory just now, for the layout with which the box will free it. A
@@ -33,10 +33,10 @@ pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
 }
 
 /// Allocates memory for a `T`, whose size is not 0. All its bytes are zero. An allocator that gets zeroed memory from
-/// its system need not write to this memory.
+/// its operating system does not zero it again.
 pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
-    // SAFETY: the layout has a size.
+    // SAFETY: the size of the layout is not 0.
     let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
     // SAFETY: `alloc_zeroed` has returned the memory just now, for the layout with which the box will free it. A
@@ -61,8 +61,8 @@ impl<V, T, const N: usize> Large<V, T, N> {
     pub(crate) fn new(value: V, element: impl Fn() -> T) -> Result<Box<Self>, OutOfMemory> {
         let mut memory = room::<Self>()?;
         let at = memory.as_mut_ptr();
-        // SAFETY: the memory is for this type, both fields are written, and the memory contained no value to be
-        // dropped.
+        // SAFETY: the memory is for this type, both fields are written, and no value is overwritten that would have to
+        // be dropped.
         unsafe {
             (&raw mut (*at).value).write(value);
             let first = (&raw mut (*at).array).cast::<T>();
@@ -87,9 +87,9 @@ struct Counted<T> {
     value: T,
 }
 
-// SAFETY: any thread with an owner may access the value, and the thread with the last owner drops it.
+// SAFETY: any thread that has an owner may access the value, and the thread that drops the last owner drops the value.
 unsafe impl<T: Send + Sync> Send for Shared<T> {}
-// SAFETY: any thread with an owner may access the value, and the thread with the last owner drops it.
+// SAFETY: any thread that has an owner may access the value, and the thread that drops the last owner drops the value.
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
@@ -123,8 +123,7 @@ impl<T> Deref for Shared<T> {
 
 impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
-        // Relaxed: the new owner is copied from an existing owner, and sees the same memory, so it need not
-        // synchronize.
+        // Relaxed suffices: the thread already has an owner, so it already sees the value.
         let owners = self.counted().owners.fetch_add(1, Relaxed);
         assert!(owners < usize::MAX / 2, "owners are leaked without end");
         Shared(self.0)
@@ -133,7 +132,7 @@ impl<T> Clone for Shared<T> {
 
 impl<T> Drop for Shared<T> {
     fn drop(&mut self) {
-        // Acquire: everything that any owner did with the value happens before the value is dropped.
+        // Acquire: all accesses to the value through other owners happen before the value is dropped.
         if self.counted().owners.fetch_sub(1, Release) == 1 {
             fence(Acquire);
             // SAFETY: `Box::leak` made the pointer, and this was the last owner.
@@ -148,7 +147,7 @@ impl<T: fmt::Debug> fmt::Debug for Shared<T> {
     }
 }
 
-/// See [`Shared::uncounted`].
+/// A pointer to a [`Shared`] value that does not count as an owner ([`Shared::uncounted`]).
 pub(crate) struct Uncounted<T>(NonNull<Counted<T>>);
 
 impl<T> Clone for Uncounted<T> {
@@ -161,7 +160,7 @@ impl<T> Copy for Uncounted<T> {}
 
 impl<T> Uncounted<T> {
     /// # Safety
-    /// - an owner of the value exists until `'a` ends.
+    /// - An owner of the value exists until `'a` ends.
     pub(crate) unsafe fn get<'a>(self) -> &'a T {
         // SAFETY: an owner of the value exists until `'a` ends, as this function's `# Safety` asks of its caller.
         unsafe { &(*self.0.as_ptr()).value }
@@ -170,7 +169,7 @@ impl<T> Uncounted<T> {
     /// Makes one more owner.
     ///
     /// # Safety
-    /// - an owner of the value exists.
+    /// - An owner of the value exists.
     pub(crate) unsafe fn share(self) -> Shared<T> {
         let owner = core::mem::ManuallyDrop::new(Shared(self.0));
         Shared::clone(&owner)

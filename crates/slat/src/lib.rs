@@ -1,5 +1,5 @@
-//! KVM's guest-memory system as a portable library: memslots, second-level page tables, faults, huge
-//! pages, MMIO caching, dirty logging. `no_std` + `alloc`; knows no OS, no CPU emulator and no ioctl.
+//! KVM's guest-memory system as a portable library: memslots, second-level page tables, faults, huge pages, MMIO
+//! caching, dirty logging. `no_std` + `alloc`; knows no OS, no CPU emulator and no ioctl.
 //!
 //! ```
 //! # use slat_model::{HostMemory, SimPlatform};
@@ -18,28 +18,28 @@
 //! vcpu.hardware_fault(Gpa(0x10_3000), Access::Write)?;
 //! assert!(vm.lookup(0, Gfn(0x103)).is_some_and(|page| page.rights.write));
 //!
-//! // There is no memory: a device.
+//! // No memslot contains this address, so it belongs to a device.
 //! let device = vcpu.hardware_fault(Gpa(0xfee0_0000), Access::Read);
 //! assert!(matches!(device, Err(Stop::Mmio { .. })));
 //!
-//! // The host takes a page back. When this returns, no CPU uses it, and faults on it wait.
+//! // The host takes a page back. When `invalidate` returns, no CPU uses the page, and faults on it wait.
 //! let invalidation = vm.invalidate(backing.add_pages(3)..backing.add_pages(4));
-//! // It changes what backs the page.
+//! // Here the host changes what backs the page.
 //! drop(invalidation);
 //! assert_eq!(vm.lookup(0, Gfn(0x103)), None);
 //! # let _ = eptp;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `docs/hypervisor.md` of the repository walks through a hypervisor, from the platform to the flush. A
-//! whole platform of 140 lines is in the crate's `examples/plain_memory`.
+//! `docs/hypervisor.md` of the repository walks through a hypervisor, from the platform to the flush. A complete
+//! platform, of 140 lines, is in the crate's `examples/plain_memory`.
 //!
 //! # The pieces
 //! * A [`Platform`] is the machine under the engine: it provides table frames, host pages and hardware flushes.
 //! * A [`Format`] defines the meaning of page-table entries for a page walker: see the table below.
 //! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`],
 //!   [`Vm::remove_memory_region`], [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`],
-//!   [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
+//!   [`Vm::lookup`], [`Vm::audit`]. Its tables are made by the MMU that [`MmuKind`] names.
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
 //! * A [`VmidAllocator`] assigns VMIDs, ASIDs or VPIDs to VMs. The engine itself does not use it.
 //!
@@ -58,9 +58,9 @@
 //! # Concurrency
 //! Faults of different vCPUs run in parallel. Each takes one short lock for each table in which it installs an entry
 //! (with the direct MMU: one lock for each address space). Walks and slot look-ups take no lock. The modules that
-//! implement the protocols explain them: `table` and `shadow` (who may change an entry), `sync::quiesce` (which old
-//! data readers may still see, and how flushes are acknowledged), `slots` (how a set of memslots is published),
-//! `vm::invalidate` (when a fault may install).
+//! implement the protocols explain them: `table` and `shadow` (who may change an entry), `sync::quiesce` (when old data
+//! may be freed that readers may still see, and how vCPUs acknowledge flushes), `slots` (how a set of memslots is
+//! published), `vm::invalidate` (when a fault may install).
 //!
 //! # Sources of the rules
 //! Observable behaviour follows KVM (Documentation/virt/kvm/api.rst), and entry bits follow the manuals. Each rule is

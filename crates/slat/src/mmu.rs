@@ -1,5 +1,5 @@
-//! The MMUs that an address space can have. vCPUs use each MMU through one interface, and the operations on
-//! ranges of gfns use each MMU through another. The choice is made once for each walk or install.
+//! The MMUs that an address space can have. vCPUs use every MMU through one interface, and operations on ranges of gfns
+//! use every MMU through another. The code selects the MMU once for each walk or install, not at each step.
 
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -22,8 +22,8 @@ pub enum MmuKind {
     /// A tree of tables for a second-level walker (KVM: `tdp_mmu=1`). Faults run in parallel.
     #[default]
     Tdp,
-    /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse
-    /// map, and the number of tables is limited. For formats without break-before-make.
+    /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): a reverse map finds the leaves of a guest frame, and
+    /// the number of tables is limited. For formats without break-before-make.
     Direct,
     /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`). These tables translate
     /// guest-virtual addresses to host frames, and are made from the guest's tables
@@ -66,14 +66,14 @@ impl MmuKind {
     reason = "there is one for each address space"
 )]
 pub(crate) enum Mmu<P: Platform, F: Format> {
-    /// A tree alone.
+    /// A tree of tables, without shadow pages.
     Tdp(Tree<P, F>),
     /// Shadow pages, alone or beside a tree.
     Shadow(ShadowMmu<P, F>),
 }
 
-/// Evaluates an expression with the tree, or with the shadow pages. For a format that cannot have shadow pages, the
-/// expression with shadow pages, a quarter of the engine's code, is not compiled.
+/// Evaluates the first expression with the tree, or the second with the shadow pages. For a format that cannot have
+/// shadow pages, the second expression, a quarter of the engine's code, is not compiled.
 macro_rules! by_kind {
     ($on:expr, $tree:ident => $tdp:expr, $mmu:ident => $shadow:expr) => {
         match $on {
@@ -93,7 +93,8 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`. If `nested`, it also shadows nested tables.
+    /// Makes an MMU of `kind` that maps nothing. `frames` is where its tables' frames are counted. If `nested`, it also
+    /// shadows nested tables.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -133,8 +134,8 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         }
     }
 
-    /// Returns the MMU if it shadows the tables that translate the guest's own accesses: only this MMU has their
-    /// leaves.
+    /// Returns the MMU if it shadows the tables that translate all accesses of the guest. Then the leaves for these
+    /// accesses are only in shadow pages.
     #[inline]
     pub(crate) fn shadow_of_all(&self) -> Option<&ShadowMmu<P, F>> {
         (self.shadow()).filter(|mmu| F::SHADOWS && mmu.tree().is_none())
@@ -145,15 +146,15 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         by_kind!(self, tree => Some(tree), mmu => mmu.tree_mut())
     }
 
-    /// Returns the number of times that tracking of a guest table has begun. If the number is still the same under the
-    /// lock of the table that receives a leaf, then a level that was [mappable](Self::mappable_level) after the number
-    /// was read is still mappable.
+    /// Returns how many times the MMU has begun to track a guest table. A caller reads this number, then a [mappable
+    /// level](Self::mappable_level). If the number is the same later, under the lock of the table that receives the
+    /// leaf, then that level is still mappable.
     #[inline]
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.shadow().map_or(0, ShadowMmu::tracking_begun)
     }
 
-    /// Allocates the memory in `frames` and the MMU for installs of `tables` tables.
+    /// Allocates, in `frames` and in the MMU, the memory that an install of up to `tables` new tables needs.
     ///
     /// # Errors
     /// [`OutOfMemory`]; memory that was already allocated is kept.
@@ -234,9 +235,9 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
     }
 }
 
-/// The operations of vCPUs. The caller of each is in a reader section.
+/// The operations of vCPUs. Every caller is in a reader section.
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Returns the walk to `gfn` by guest-physical addresses.
+    /// Returns a cursor for a walk to `gfn`, which starts at the root for guest-physical addresses.
     #[inline(always)]
     pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
         let key = Key {
@@ -244,7 +245,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             index: gfn.into(),
         };
         let platform = either!(self, mmu => mmu.platform());
-        // SAFETY: the root stays as long as the MMU. Every holder of a reference to the MMU is in a reader section
+        // SAFETY: the root exists as long as the MMU. Every holder of a reference to the MMU is in a reader section
         // (`Guarded`).
         unsafe { Cursor::new(platform, Reached::nothing::<F>(key)) }
     }
@@ -293,7 +294,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             self,
             tree => (tree, (leaf, 0)),
             mmu => match mmu.tree_for(target) {
-                // A huge leaf may conflict with a tracked table, and only faults check for that.
+                // A huge leaf may conflict with a tracked table, and only faults check for such a conflict.
                 _ if level > Level::PAGE => return Err(Retry::Conflict(level)),
                 Some(tree) => (tree, mmu.run_beside(&(gfn..gfn.add(leaves)), leaf)),
                 None => return mmu.map_absent(target, leaves, leaf, path, valid),
@@ -303,7 +304,8 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid)
     }
 
-    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did; the caller may ignore the result.
+    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether the entry was installed; the caller may ignore the
+    /// result.
     ///
     /// # Errors
     /// [`Retry`]: the action that the shadow MMU requires.

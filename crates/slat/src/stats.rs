@@ -1,6 +1,6 @@
-//! Counters. A counter that KVM has, too, has the name of KVM's statistic.
+//! Counters of the engine's events. A counter that KVM also has is called like KVM's statistic.
 //!
-//! Every reader ([`crate::sync::quiesce`]) has its own set of counters, which only its owner writes. So counting
+//! Every reader ([`crate::sync::quiesce`]) has its own set of counters, which only its owner writes. So an increment
 //! costs a plain load and store. The VM's counts are the sums over all readers.
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -84,23 +84,23 @@ counters! {
     splits,
     /// Tables replaced by a huge leaf in place, when dirty logging ends or by promotion.
     collapses,
-    /// Level 1 tables whose frames a huge leaf could map if NX allowed that (a gauge).
+    /// Level 1 tables that a huge leaf could replace if the policy `nx_huge_pages` allowed it (a gauge).
     nx_lpage_splits,
-    /// Entries that eager splits have read.
+    /// Page-table entries read by eager splits: splits that do not wait for the guest to write.
     split_entries_visited,
     /// Pages mapped ahead of their use.
     prefetched,
-    /// Shadow pages made because no page existed for their frame and role. With [`MmuKind::Tdp`](crate::MmuKind),
-    /// those of nested tables.
+    /// Shadow pages made because no page existed for their frame and role. With [`MmuKind::Tdp`](crate::MmuKind), only
+    /// nested tables have shadow pages.
     mmu_cache_miss,
     /// Shadow pages zapped.
     mmu_shadow_zapped,
-    /// Shadow pages zapped because they were the oldest and the limit of pages was reached
-    /// ([`Vm::set_mmu_pages`](crate::Vm)).
+    /// Shadow pages zapped because they were the oldest and the limit of pages was reached (see
+    /// [`Vm::set_mmu_pages`](crate::Vm))).
     mmu_recycled,
-    /// Stores to tables of the guest that were reported to the MMU. 0 if the MMU shadows no tables.
+    /// Stores of the guest to its page tables that were reported to the MMU. 0 if the MMU shadows no tables.
     mmu_pte_write,
-    /// Entries that referred to a shadow page, and that were cleared because such a store had changed them.
+    /// Entries that referred to a shadow page and were cleared because a store of the guest changed the shadowed entry.
     mmu_pde_zapped,
     /// Shadow pages zapped because the guest has stored to the table again and again without using it: the memory may
     /// not be a table any more.
@@ -109,7 +109,7 @@ counters! {
     mmu_unsync,
     /// Page faults of the guest: its own tables do not allow the access.
     pf_guest,
-    /// INVLPG instructions.
+    /// INVLPG instructions of the guest that were reported to the MMU.
     invlpg,
     /// Leaves zapped by slot changes and invalidations, one by one or with their table.
     zapped,
@@ -139,7 +139,7 @@ impl Counter {
         self.0.load(Relaxed)
     }
 
-    /// For gauges: only the sum over all owners is meaningful.
+    /// Subtracts `n`. One owner's counter may wrap below 0: of a gauge, only the sum over all owners is meaningful.
     #[inline]
     pub(crate) fn sub(&self, n: u64) {
         self.add(n.wrapping_neg());

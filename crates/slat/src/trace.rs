@@ -62,14 +62,14 @@ pub enum Event {
     SpteZapped {
         /// The first frame of the entry.
         gfn: Gfn,
-        /// The entry's value before.
+        /// The entry's value before the zap.
         old_spte: u64,
         /// The level of the entry.
         level: Level,
     },
     /// `kvm_mmu_split_huge_page`: a huge leaf was split. Counted as `splits`.
     SplitHugePage {
-        /// The frame for which it was split.
+        /// The frame for which the leaf was split.
         gfn: Gfn,
         /// The leaf, as an entry of the tables.
         spte: u64,
@@ -105,27 +105,27 @@ pub enum Event {
     AgeHva(Range<Hva>),
     /// `kvm_dirty_ring_push`: a vCPU pushes a page that it has written.
     DirtyRingPush {
-        /// Index after the ring entry, counted since the ring was first used.
+        /// Index after that of the new ring entry. Indices count all entries that were ever pushed (modulo 2^32).
         dirty_index: u32,
-        /// Index of the first ring entry that was not reset.
+        /// Index of the oldest ring entry that is not reset.
         reset_index: u32,
-        /// The memslot, with its address space from bit 16 on.
+        /// The number of the memslot in bits 0 to 15, and its address space in the bits above.
         slot: u32,
-        /// The page in the slot.
+        /// The page's offset in the memslot, in pages.
         offset: u64,
     },
-    /// `kvm_dirty_ring_reset`: a ring was searched for entries that the client has collected.
+    /// `kvm_dirty_ring_reset`: the engine has reset the entries of a ring that the client had collected.
     DirtyRingReset {
-        /// The index after the last ring entry, as in [`Event::DirtyRingPush`].
+        /// Index after that of the newest ring entry, counted as in [`Event::DirtyRingPush`].
         dirty_index: u32,
-        /// The index of the first ring entry that was not reset, as in [`Event::DirtyRingPush`].
+        /// Index of the oldest ring entry that is not reset, counted as in [`Event::DirtyRingPush`].
         reset_index: u32,
     },
-    /// Specific to the engine: a flush of these frames begins. Counted as `remote_tlb_flush`.
+    /// Specific to the engine: a TLB flush of these frames begins. Counted as `remote_tlb_flush`.
     FlushBegin(Range<Gfn>),
-    /// Specific to the engine: that flush is done.
+    /// Specific to the engine: a TLB flush of these frames is done.
     FlushEnd(Range<Gfn>),
-    /// Specific to the engine: a vCPU has dropped its translations.
+    /// Specific to the engine: a vCPU has dropped all translations that it held outside the tables.
     Quiesce,
     /// Specific to the engine: a long operation lets other threads continue.
     Yield,

@@ -1,4 +1,4 @@
-//! The granule of a format's tables: the size of a page, and with it of a table.
+//! The granule of a format's tables: the size of a page, and also of a table.
 //!
 //! *Granule* is Arm's word. A table is one page and an entry has 8 bytes, so the granule decides how many bits of an
 //! address index a table. The granule is a constant of each [`Format`](crate::Format), so the compiler evaluates the

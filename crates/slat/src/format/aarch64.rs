@@ -1,24 +1,24 @@
 //! AArch64 stage 2, with granules of 4, 16 and 64 KiB.
 //!
 //! Arm ARM (DDI 0487), "VMSAv8-64 translation table format descriptors" and "Stage 2 memory attributes" (FWB = 0).
-//! Between two different valid descriptors there must be an invalid one and a TLB invalidation ("Using
-//! break-before-make when updating translation table entries"). A change of rights alone needs none.
+//! Before a valid descriptor is replaced by a different valid one, it must be made invalid and the TLB invalidated
+//! ("Using break-before-make when updating translation table entries"). A change of only the rights does not need this.
 //!
 //! # Accessed and dirty
 //! If VTCR_EL2.HA is set, hardware sets the access flag; otherwise software does. If hardware also manages the dirty
 //! state (FEAT_HAFDBS, VTCR_EL2.HD), two bits of a leaf have another meaning: DBM says that the guest may write, and
-//! S2AP\[1\], which the first write then sets, says that it did ("Hardware management of the dirty state").
+//! S2AP\[1\], which the first write sets, says that the guest has written ("Hardware management of the dirty state").
 //!
 //! # Granules
-//! Tables of 16 or 64 KiB have more entries, and their addresses begin at a higher bit. The rest of a descriptor is as
-//! with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB. The next larger blocks, of 64 GiB and 4 TiB,
-//! exist only for 52 bits.
+//! Tables of 16 or 64 KiB have more entries, and the address in a descriptor begins at a higher bit. The rest of a
+//! descriptor is the same as with 4 KiB. A block at the level above the page has 32 MiB or 512 MiB. Blocks at the next
+//! level, of 64 GiB or 4 TiB, exist only with addresses of 52 bits.
 //!
 //! # 52 bits
 //! With granules of 4 and 16 KiB, tables for more than 48 bits of address have the descriptors of FEAT_LPA2
-//! (VTCR_EL2.DS = 1). Bits 49:48 belong to the address, too. The bits that otherwise contain the shareability of a leaf
-//! are the two uppermost bits of the address, and VTCR_EL2 has one shareability for all leaves. With 64 KiB the
-//! descriptors are those of FEAT_LPA: bits 51:48 of the address are in bits 15:12.
+//! (VTCR_EL2.DS = 1). Bits 49:48 of a descriptor belong to the address, too. Bits 9:8, which otherwise contain the
+//! shareability of a leaf, are the two uppermost bits of the address; VTCR_EL2 has one shareability for all leaves.
+//! With granules of 64 KiB the descriptors are those of FEAT_LPA: bits 51:48 of the address are in bits 15:12.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Granule, Level, Pfn};
@@ -28,7 +28,7 @@ use crate::addr::{Access, Granule, Level, Pfn};
 /// initial stage 2 lookup"): there are never more than four levels.
 ///
 /// More than 48 bits require a CPU with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with
-/// FEAT_LPA for 64 KiB (PARange = 6). Only these tables can map host memory above 256 TiB.
+/// FEAT_LPA for 64 KiB (PARange = 6). Only tables for more than 48 bits can map host memory above 256 TiB.
 ///
 /// With `HARDWARE_DIRTY` the tables require a walker with VTCR_EL2.HA and HD set: another walker finds every clean leaf
 /// write-protected.
@@ -53,53 +53,55 @@ const VALID: u64 = 1 << 0;
 const TABLE_OR_PAGE: u64 = 1 << 1;
 /// The bits of every descriptor that refers to a table, in addition to the address.
 const TABLE: u64 = VALID | TABLE_OR_PAGE;
-/// `MemAttr[3:0]`, bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
-/// Non-cacheable, which gathers stores; 0b0001 Device-nGnRE.
+/// `MemAttr[3:0]`, bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 is Normal, inner and outer
+/// Non-cacheable, where stores may be gathered; 0b0001 is Device-nGnRE.
 const MEMORY_TYPE: u64 = 0b1111 << 2;
 const WRITE_BACK: u64 = 0b1111 << 2;
 const NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
 /// `S2AP[0]`: readable.
 const READ: u64 = 1 << 6;
-/// `S2AP[1]`: writable. With hardware dirty state: written to.
+/// `S2AP[1]`: the guest may write. With hardware dirty state: the guest has written.
 const WRITE: u64 = 1 << 7;
 /// `SH[1:0]`, bits 9:8: 0b11 is inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
-/// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
+/// The access flag. If it is clear, the first access faults, or with VTCR_EL2.HA hardware sets the flag.
 const ACCESSED: u64 = 1 << 10;
-/// The layout of a frame's address in an entry: some address bits are in their own positions, others are moved down.
+/// The layout of a frame's address in an entry: some address bits are in their own positions, others are at lower
+/// positions.
 struct AddressBits {
     /// The bits that are in their own positions.
     low: u64,
     /// The bits of the entry that contain the moved address bits.
     moved: u64,
-    /// The number of bits by which the moved address bits were moved.
+    /// The number of positions by which the moved address bits are lower in the entry.
     by: u32,
 }
 /// Dirty bit modifier: a write to a leaf without `S2AP[1]` sets `S2AP[1]` instead of faulting.
 const DBM: u64 = 1 << 51;
-/// `XN[1]`, bit 54.
+/// `XN[1]`, bit 54: the guest may not execute.
 const NO_EXECUTE: u64 = 1 << 54;
-/// Bits 58:55 of a leaf are for software.
+/// A software bit: [`Leaf::may_write`]. Bits 58:55 of a leaf are for software.
 const MAY_WRITE: u64 = 1 << 55;
-/// Dirty, as set by a software walker or by the write fault. With hardware dirty state, it is used in write-protected
-/// leaves, where `S2AP[1]` would make the leaf writable.
+/// A software bit: the page was written. A software walker or the write fault sets it. With hardware dirty state it is
+/// used only in write-protected leaves, where `S2AP[1]` would make the leaf writable.
 const DIRTY: u64 = 1 << 56;
 
-/// In an invalid descriptor this bit is [`CLEARED`]. [`BROKEN`] distinguishes a broken leaf from a cleared entry.
+/// A software bit: [`Leaf::may_execute`]. In an invalid descriptor the same bit is [`CLEARED`], unless [`BROKEN`] is
+/// set.
 const MAY_EXECUTE: u64 = 1 << 57;
 
-/// The walker ignores bits 63:1 of an invalid descriptor. If neither bit 57 nor bit 58 is set, bits 3:2 determine its
-/// meaning.
+/// The bits that tell what an invalid descriptor means if neither [`CLEARED`] nor [`BROKEN`] is set. The walker ignores
+/// bits 63:1 of an invalid descriptor.
 const ANNOTATION: u64 = 0b11 << 2;
 const MMIO: u64 = 0b01 << 2;
 const MMIO_GENERATION_SHIFT: u32 = 12;
 const GENERATION_BITS: u32 = 36;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
-/// Set in a broken leaf (one that break-before-make has made invalid), and in no other leaf. A broken leaf keeps all
+/// Set in a broken leaf (a leaf that break-before-make has made invalid), and in no other leaf. A broken leaf keeps all
 /// other bits except the valid bit.
 const BROKEN: u64 = 1 << 58;
-/// Marks a zapped entry, which contains the number of a flush.
+/// Marks a zapped entry, which contains the number of the flush that must be done before a valid entry replaces it.
 const CLEARED: u64 = 1 << 57;
 const FLUSH_SHIFT: u32 = 4;
 const FLUSH: u64 = ((1 << 53) - 1) << FLUSH_SHIFT;
@@ -114,16 +116,16 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         _ => panic!("a granule of 4, 16 or 64 KiB: a shift of 12, 14 or 16"),
     };
 
-    /// Bits of an address that index a table.
+    /// Number of address bits that index a table.
     const INDEX_BITS: u32 = PAGE_SHIFT - 3;
-    /// Number of levels of a lookup: the tables on the path to a page.
+    /// Number of levels of a lookup: how many tables are on the path to a page.
     const LEVELS: u32 = (IPA_BITS - PAGE_SHIFT - 4).div_ceil(Self::INDEX_BITS);
 
-    /// Addresses have more than 48 bits.
+    /// Whether addresses have more than 48 bits.
     const WIDE: bool = IPA_BITS > 48;
-    /// The descriptors are those of FEAT_LPA2.
+    /// Whether the descriptors are those of FEAT_LPA2.
     const LPA2: bool = Self::WIDE && PAGE_SHIFT < 16;
-    /// The number of bits of the largest address of a table or a page.
+    /// Number of bits of a physical address in an entry.
     const PA_BITS: u32 = if Self::WIDE { 52 } else { 48 };
     const SHARED: u64 = if Self::LPA2 { 0 } else { INNER_SHAREABLE };
 
@@ -156,13 +158,13 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
 
     /// VTCR_EL2.T0SZ.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
-    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, values 2 and 1 mean levels 0 and 1. With the
-    /// larger granules, values 3, 2 and 1 mean levels 0, 1 and 2.
+    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With a granule of 4 KiB, values 2 and 1 mean levels 0
+    /// and 1. With larger granules, values 3, 2 and 1 mean levels 0, 1 and 2.
     pub const SL0: u64 = Self::LEVELS as u64 - if PAGE_SHIFT == 12 { 2 } else { 1 };
 
-    /// Returns VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
-    /// `IPA_BITS`). Walks are inner shareable and write-back cached, and so is the memory with FEAT_LPA2. VMIDs have 8
-    /// bits. The walker sets accessed and dirty bits with `HARDWARE_DIRTY` only.
+    /// Returns VTCR_EL2 for a walker of these tables. `pa_range` is the CPU's ID_AA64MMFR0_EL1.PARange, which must
+    /// allow `IPA_BITS`. Table walks are inner shareable and write-back cached; with FEAT_LPA2 guest memory is inner
+    /// shareable, too. VMIDs have 8 bits. The walker sets accessed and dirty bits only with `HARDWARE_DIRTY`.
     pub const fn vtcr(pa_range: u64) -> u64 {
         const RES1: u64 = 1 << 31;
         const WRITE_BACK_WALKS: u64 = 0b01 << 8 | 0b01 << 10;
@@ -192,7 +194,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
     /// Returns VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
     ///
     /// # Panics
-    /// If the address of `root` has more than 48 bits, or with `IPA_BITS` above 48 more than 52.
+    /// If the address of `root` has more than 48 bits; if `IPA_BITS` is above 48, more than 52.
     pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
         const LOW: u64 = (1 << 48) - 1;
         assert!(
@@ -204,7 +206,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         (vmid as u64) << 48 | address & LOW | address >> 48 << 2
     }
 
-    /// Returns the bits that record, in a leaf, that its page was written.
+    /// Returns the bits that record in a leaf, writable or not, that its page was written.
     const fn written(writable: bool) -> u64 {
         if HARDWARE_DIRTY && writable {
             WRITE
@@ -438,8 +440,8 @@ mod tests {
         );
     }
 
-    /// DDI 0487, "Hardware management of the dirty state", stage 2: "writable-clean" is DBM without
-    /// S2AP[1], "writable-dirty" both, and a descriptor without DBM is as writable as S2AP[1] says.
+    /// DDI 0487, "Hardware management of the dirty state", stage 2: a "writable-clean" descriptor has DBM without
+    /// S2AP[1], a "writable-dirty" one has both, and without DBM a descriptor is writable only if S2AP[1] is set.
     #[test]
     fn hardware_finds_a_writable_leaf_clean_or_dirty() {
         const RIGHTS: u64 = 1 << 51 | 1 << 7;
@@ -536,11 +538,11 @@ mod tests {
         has::<Stage2Kib16<48>>(0x8200_0000, Level::MEGA, 0x8200_0000 | SHARED);
         has::<Stage2Kib64<48>>(0x8001_0000, Level::PAGE, 0x8001_0000 | SHARED);
         has::<Stage2Kib64<48>>(0xa000_0000, Level::MEGA, 0xa000_0000 | SHARED);
-        // FEAT_LPA2: OA[51:50] in bits 9:8. A block of level 1 has 64 GiB.
+        // FEAT_LPA2: OA[51:50] in bits 9:8. A block of Arm's level 1 has 64 GiB.
         has::<Wide16>(1 << 49, Level::PAGE, 1 << 49);
         has::<Wide16>(1 << 50 | 1 << 14, Level::PAGE, 1 << 8 | 1 << 14);
         has::<Wide16>(1 << 51 | 1 << 36, Level::GIGA, 1 << 9 | 1 << 36);
-        // FEAT_LPA: OA[51:48] in bits 15:12. A block of level 1 has 4 TiB.
+        // FEAT_LPA: OA[51:48] in bits 15:12. A block of Arm's level 1 has 4 TiB.
         has::<Wide64>(1 << 47 | 1 << 16, Level::PAGE, 1 << 47 | 1 << 16 | SHARED);
         for bit in 48..52 {
             has::<Wide64>(1 << bit, Level::PAGE, 1 << (bit - 36) | SHARED);

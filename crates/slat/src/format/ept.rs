@@ -1,8 +1,8 @@
 //! Intel's extended page tables.
 //!
-//! Intel SDM volume 3C, "The Extended Page Table Mechanism (EPT)": tables "Format of an EPT
-//! Paging-Structure Entry that Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...".
-//! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
+//! Intel SDM volume 3C, "The Extended Page Table Mechanism (EPT)": tables "Format of an EPT Paging-Structure Entry that
+//! Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...". Accessed and dirty flags are enabled (EPTP bit
+//! 6). Mode-based execute control is not enabled.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
@@ -18,8 +18,8 @@ pub type Ept5 = ExtendedPageTables<5>;
 impl<const LEVELS: u8> ExtendedPageTables<LEVELS> {
     /// Returns the EPT pointer, a VMCS field, for the tables at `root` ([`crate::Vm::root`]): write-back, a walk of
     /// `LEVELS` levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer"). The CPU must
-    /// support all three: IA32_VMX_EPT_VPID_CAP bits 14, 6 (four levels) or 7 (five), and 21; and bits 16 and 17 for
-    /// leaves of 2 MiB and 1 GiB.
+    /// support all three (IA32_VMX_EPT_VPID_CAP bit 14; bit 6 for four levels or bit 7 for five; bit 21) and leaves of
+    /// 2 MiB and 1 GiB (bits 16 and 17).
     ///
     /// # Panics
     /// If the address of `root` has more than 52 bits.
@@ -41,7 +41,7 @@ const MEMORY_TYPE: u64 = 7 << 3;
 const UNCACHED: u64 = 0;
 const WRITE_COMBINING: u64 = 1 << 3;
 const WRITE_BACK: u64 = 6 << 3;
-/// Bit 7: leaf, in a table of level 2 or 3; ignored at level 1.
+/// Bit 7: at levels 2 and 3 the entry is a leaf; ignored at level 1.
 const HUGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
@@ -49,15 +49,15 @@ const FRAME: u64 = 0x000f_ffff_ffff_f000;
 /// The bits of every entry that refers to a table, in addition to the frame. Accessed is set from the start, so that
 /// hardware never writes the entry.
 const TABLE: u64 = RIGHTS | ACCESSED;
-/// Bits 56:52 of a leaf are ignored by hardware.
+/// A software bit: [`Leaf::may_write`]. Hardware ignores bits 56:52 of a leaf.
 const MAY_WRITE: u64 = 1 << 52;
 const MAY_EXECUTE: u64 = 1 << 53;
 
 /// An entry that is writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
-/// Misconfigurations"). It exits with an exit reason of its own, which no ordinary fault has.
+/// Misconfigurations"). An access through it causes a VM exit with its own exit reason, which no ordinary fault has.
 const MISCONFIGURED: u64 = WRITE | EXECUTE;
-/// All other bits of an MMIO entry are its note and its generation: hardware does not check them when the rights are
-/// misconfigured. A note has a guest frame of 40 bits, and three rights.
+/// An MMIO entry has the misconfigured rights in bits 2:0, and its note and generation in all bits from this bit on,
+/// which hardware then does not check. A note consists of a guest frame of 40 bits, and three rights.
 const MMIO_SHIFT: u32 = RIGHTS.count_ones();
 const NOTE_BITS: u32 = 43;
 const GENERATION_BITS: u32 = 18;
@@ -76,8 +76,8 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
     const TABLE_WRITE: u64 = WRITE;
-    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry represents all entries on its path,
-    // with their access privileges.
+    // SDM 3C, "Information That May Be Cached": a paging-structure cache entry combines the access privileges of all
+    // entries on its path.
     const PROTECT_FROM: Level = Self::TOP;
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
@@ -202,7 +202,8 @@ mod tests {
         assert_eq!(bits, 0x1234_5000 | 0b011 | 1 << 3);
     }
 
-    /// SDM 3C, "Format of Extended-Page-Table Pointer": bits 2:0 type, 5:3 levels less one, 6 A/D.
+    /// SDM 3C, "Format of Extended-Page-Table Pointer": bits 2:0 are the memory type, bits 5:3 the number of levels
+    /// minus 1, bit 6 enables accessed and dirty flags.
     #[test]
     fn the_pointer_says_what_the_format_rests_on() {
         assert_eq!(Ept::eptp(Pfn(0x77)), 0x77000 | 6 | 3 << 3 | 1 << 6);
@@ -233,7 +234,7 @@ mod tests {
             let entry = Ept::decode(bits, Level(1));
             assert_eq!(entry, Entry::Mmio { generation, note });
         }
-        // An MMIO entry contains the low bits of the generation.
+        // An MMIO entry contains only the low bits of the generation.
         assert_eq!(Ept::mmio(u64::MAX, 0), Ept::mmio((1 << 18) - 1, 0));
     }
 

@@ -1,5 +1,5 @@
-//! The meaning of page-table entries to a page walker. A format is a type without values, so that every walk is
-//! compiled for its format. Only the files of this module know the bits of an entry.
+//! The meaning of page-table entries to a page walker. A format is a type parameter without values, so every walk is
+//! compiled once for each format. Only the files of this module know the bits of an entry.
 
 mod aarch64;
 mod ept;
@@ -19,22 +19,22 @@ use crate::guest_walk::PageRights;
 /// The meaning of an entry, in the same terms for every architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// No translation: a walker faults.
+    /// No translation: a walker that reads this entry faults.
     Empty,
     /// A reference to the next lower table, in this host frame.
     Table(Pfn),
     /// A translation to guest memory.
     Leaf(Leaf),
-    /// No memslot held this frame in the given MMIO generation. A walker faults, and while the generation is current
-    /// the fault needs no slot look-up.
+    /// No memslot contained this guest frame in the MMIO generation `generation`. A walker faults on the entry. While
+    /// this generation is current, the fault handler knows without a slot look-up that the access is MMIO.
     Mmio {
-        /// Low [`Format::MMIO_GENERATION_BITS`] bits of the generation.
+        /// The lowest [`Format::MMIO_GENERATION_BITS`] bits of the generation in which the entry was made.
         generation: u64,
-        /// [`Format::MMIO_NOTE_BITS`] bits for the MMU that made the entry.
+        /// [`Format::MMIO_NOTE_BITS`] bits that the MMU that made the entry may use.
         note: u64,
     },
-    /// A leaf that is being replaced, for a walker that requires break-before-make. It is invalid to the walker, and is
-    /// flushed before the entry gets another valid value. A fault on it waits.
+    /// A leaf that is being replaced, where the walker requires break-before-make. It is invalid to the walker, and is
+    /// flushed from TLBs before the entry gets another valid value. A vCPU that faults on it waits.
     Broken(Leaf),
 }
 
@@ -47,36 +47,33 @@ pub struct Leaf {
     pub write: bool,
     /// The guest may execute.
     pub execute: bool,
-    /// For software only: the leaf lost `write` only because of the dirty log. A fault may give the right back without
-    /// looking up the slot and the host page again. (KVM: "MMU-writable".)
+    /// For software only: the dirty log alone has removed `write` from the leaf. A fault may give the right back
+    /// without looking up the memslot and the host page again. (KVM: "MMU-writable".)
     pub may_write: bool,
-    /// For software only, in a huge leaf: the guest may execute the leaf's pieces of level 1, although the policy
-    /// `nx_huge_pages` forbids it to execute the leaf as a whole.
+    /// For software only, in a huge leaf: the guest may execute the 4 KiB pages of the leaf after a split, although the
+    /// policy `nx_huge_pages` forbids it to execute the leaf as a whole.
     pub may_execute: bool,
-    /// The leaf was used since the bit was last cleared.
+    /// The page was accessed since this flag was last cleared.
     pub accessed: bool,
-    /// The page was written since the bit was last cleared.
+    /// The page was written since this flag was last cleared.
     pub dirty: bool,
     /// The cache type of the memory.
     pub memory: MemoryType,
-    /// The privilege and protection key of accesses.
+    /// Whether user accesses are allowed, and the protection key.
     pub privilege: Privilege,
 }
 
-/// The privilege with which a leaf may be accessed, and its protection key. Only x86's own tables have these;
-/// second-level leaves are [`Privilege::USER`].
+/// Whether accesses at user privilege may use a leaf, and the leaf's protection key. Only x86's own tables have these;
+/// a second-level leaf has [`Privilege::USER`].
 // Stored in a byte, so that a leaf fits in two registers: faults copy leaves often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege(u8);
 
 impl Privilege {
-    /// User and supervisor accesses, with key 0.
+    /// Allows user and supervisor accesses, with protection key 0.
     pub const USER: Privilege = Privilege::new(true, 0);
 
-    /// Makes the privilege of a page for supervisors, and if `user` also for users, with protection key `key`.
-    ///
-    /// # Panics
-    /// If `key` is above 15.
+    /// Makes the privilege of a leaf with protection key `key` that supervisors may access, and, if `user`, also users.
     #[inline]
     pub const fn new(user: bool, key: u8) -> Self {
         assert!(key < 16, "a protection key has 4 bits");
@@ -103,8 +100,8 @@ pub enum MemoryType {
     /// Ordinary memory.
     WriteBack,
     /// A frame buffer passed through to the guest: not cached, and stores may be gathered. EPT has a type for it;
-    /// AArch64 has Normal Non-cacheable, and RISC-V has NC (Svpbmt). On x86's own tables and NPT it is entry 1 of the
-    /// PAT, which Linux sets to write-combining; after a reset that entry is write-through.
+    /// AArch64 has Normal Non-cacheable, and RISC-V has NC (Svpbmt). In x86's own tables and NPT the leaf selects entry
+    /// 1 of the PAT, which Linux sets to write-combining; after a reset that entry is write-through.
     WriteCombining,
     /// Device registers that are passed through to the guest.
     Device,
@@ -139,7 +136,8 @@ const fn bit(set: bool, bit: u64) -> u64 {
 }
 
 impl Entry {
-    /// Returns the meaning of the entry at the end of a path, which may be write-protected ([`Format::TABLE_WRITE`]).
+    /// Returns the meaning of this entry at the end of a walk path. If the path `is_protected`
+    /// ([`Format::TABLE_WRITE`]), a leaf is not writable.
     #[inline]
     pub(crate) fn below(self, is_protected: bool) -> Entry {
         match self {
@@ -164,7 +162,7 @@ impl Leaf {
         }
     }
 
-    /// Returns this leaf, limited to the `rights` that the guest grants, for a shadow page.
+    /// Returns this leaf, limited to the `rights` that the guest's tables grant, for use in a shadow page.
     #[inline]
     pub(crate) fn granted(self, rights: PageRights) -> Leaf {
         Leaf {
@@ -177,9 +175,9 @@ impl Leaf {
         }
     }
 
-    /// Returns piece number `i` of this leaf, which is of `level` in tables of `granule`. The pieces are leaves of the
-    /// next lower level, which together mean the same; there are as many as a table has entries. Pieces of level 1 are
-    /// executable if [`may_execute`](Self::may_execute) is set.
+    /// Returns piece number `i` of this leaf, which is of `level` in tables of `granule`. The pieces are the leaves of
+    /// the next lower level that together map what this leaf maps; there are as many as a table has entries. Pieces of
+    /// level 1 are executable if [`may_execute`](Self::may_execute) is set.
     #[inline]
     pub fn piece(self, granule: Granule, level: Level, i: usize) -> Leaf {
         let small = level == Level::MEGA;
@@ -195,9 +193,9 @@ impl Leaf {
 /// A page-table format: the entries that one kind of page walker understands.
 ///
 /// The engine has the formats of the processors. A hypervisor may implement its own, for an IOMMU's walker, or for a
-/// processor that the engine does not know. `slat_model::format_promises` checks those of the guarantees below that
-/// concern the functions, and the random operations of that crate test the rest. Its `tests/own_format` has a complete
-/// format: the second-stage tables of Intel's IOMMU.
+/// processor that the engine does not know. Of the guarantees below, `slat_model::format_promises` checks those about
+/// the functions, and the random operations of the crate `slat_model` test the others. The crate's `tests/own_format`
+/// has a complete format: the second-stage tables of Intel's IOMMU.
 ///
 /// # Safety
 /// The engine dereferences what a format calls a table, and a CPU uses what the format calls a leaf. So a wrong result
@@ -207,21 +205,23 @@ impl Leaf {
 ///
 /// 1. *Entries have one meaning.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
 ///    [`leaf`](Self::leaf), [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and
-///    [`broken`](Self::broken): for the bits that one of these returns, `decode` returns the arguments, for every leaf
-///    whose frame an entry [`holds`](Self::holds). Only the bits that `table` returns are an [`Entry::Table`]. A leaf
-///    stays a leaf after a walker, [`write_protect`](Self::write_protect), [`mark`](Self::mark),
-///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) has changed it.
-/// 2. *The walker agrees.* The walker translates by an entry that `decode` calls a leaf, with no right that the leaf
-///    lacks, and faults on every other entry. An entry that refers to a table limits no right, with one exception:
-///    where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a write needs that bit in every such entry on the path. The
-///    walker reads all 64 bits of an entry at once. It writes only to a leaf that allows the access, atomically and
-///    never after the leaf was replaced: it sets [`ACCESSED`](Self::ACCESSED), and for a write to memory
+///    [`broken`](Self::broken): given the bits that one of these functions returns, `decode` returns that function's
+///    arguments. This is so for every leaf whose frame an entry can [hold](Self::holds). `decode` returns an
+///    [`Entry::Table`] only for bits that `table` returns. The bits of a leaf are still a leaf after a walker,
+///    [`write_protect`](Self::write_protect), [`mark`](Self::mark), [`clear_accessed`](Self::clear_accessed) or
+///    [`clear_dirty`](Self::clear_dirty) has changed it.
+/// 2. *The walker agrees.* The walker translates through an entry that `decode` calls a leaf, grants no right that the
+///    leaf lacks, and faults on every other entry that ends a walk. An entry that refers to a table limits no right,
+///    with one exception: where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a write needs that bit in every such entry
+///    on the path. The walker reads all 64 bits of an entry at once. It writes only to a leaf that allows the access,
+///    atomically and never after the leaf was replaced: it sets [`ACCESSED`](Self::ACCESSED), and for a write to memory
 ///    [`DIRTY`](Self::DIRTY). It caches no entry that is not valid. If it must not see one valid entry replaced by
 ///    another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. [`PROTECT_FROM`](Self::PROTECT_FROM) says which
 ///    entries that refer to tables it may cache.
-/// 3. *Changes change one thing.* `write_protect` removes `write` from a leaf that has it and sets `may_write`; `mark`,
-///    `clear_accessed` and `clear_dirty` change only what their names say. Nothing else of the leaf changes.
-/// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf),
+/// 3. *Each change affects one property.* `write_protect` removes `write` from a leaf that has it and sets `may_write`;
+///    `mark`, `clear_accessed` and `clear_dirty` change only the accessed and dirty bits that their names say. Nothing
+///    else of the leaf changes.
+/// 4. *Short cuts agree with `decode`*, for all entries of guarantee 1: [`decode_leaf`](Self::decode_leaf),
 ///    [`next_table`](Self::next_table), [`is_writable`](Self::is_writable), [`is_settled`](Self::is_settled),
 ///    [`ready`](Self::ready), and [`is_absent`](Self::is_absent), which is true of `cleared`, `mmio` and `0`, and of no
 ///    other entry: a [broken](Entry::Broken) leaf is not absent.
@@ -270,13 +270,13 @@ impl Leaf {
 pub unsafe trait Format: Send + Sync + 'static {
     /// The name in KVM or in the manual, for messages.
     const NAME: &'static str;
-    /// The size of a page and of a table, which decides how many bits of an address index a table. [`Gfn`] and [`Pfn`]
+    /// The size of a page and of a table. It determines how many bits of an address index a table. [`Gfn`] and [`Pfn`]
     /// count pages of this size.
     const GRANULE: Granule = Granule::Kib4;
     /// The level of the entries in the root table.
     const TOP: Level;
-    /// The number of tables of the root, which are contiguous in memory. It is more than one if the walker indexes its
-    /// first level with more bits than the other levels.
+    /// The number of contiguous tables that form the root. It is more than one if the walker indexes the root level
+    /// with more address bits than the other levels.
     const ROOT_TABLES: usize;
     /// The level of the largest leaf.
     const MAX_LEAF: Level;
@@ -285,12 +285,12 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// The bits of an entry that refers to a table, apart from the frame. These bits limit no right: the leaves grant
     /// the rights.
     const TABLE: u64;
-    /// The bit that allows writing in an entry that refers to a table: one of [`TABLE`](Self::TABLE), and the same as
+    /// The bit that allows writing in an entry that refers to a table: a bit of [`TABLE`](Self::TABLE), equal to
     /// [`WRITE`](Self::WRITE). An entry without it is *write-protected*: nothing below it can be written, whatever the
-    /// leaves allow. 0 for walkers that obey only the leaf.
+    /// leaves allow. It is 0 if the walker checks the right to write only in the leaf.
     const TABLE_WRITE: u64 = 0;
-    /// The highest level at which an entry may be write-protected while entries below it are not. A level above
-    /// [`Level::MEGA`] is valid only if a walker that caches an entry also caches the rights of the entry's whole path.
+    /// The highest level at which an entry may be write-protected while entries below it are not. The constant may be
+    /// above [`Level::MEGA`] only if a walker that caches an entry also caches the rights of the entry's whole path.
     const PROTECT_FROM: Level = Level::MEGA;
     /// The bits of an entry that contain a frame, encoded by [`put_frame`](Self::put_frame).
     const FRAME: u64;
@@ -302,30 +302,30 @@ pub unsafe trait Format: Send + Sync + 'static {
     const ACCESSED: u64;
     /// The bit of a leaf that is set when the page is written.
     const DIRTY: u64;
-    /// Whether a walker can be configured to set accessed and dirty itself. If not, there is no dirty log by dirty
+    /// Whether a walker can be configured to set the accessed and dirty bits. If not, the dirty log cannot use dirty
     /// bits.
     const SETS_DIRTY: bool;
-    /// Whether KVM, on this architecture, logs a page that is read before it is written: it installs a writable leaf
-    /// for the read, so that no second fault is needed. KVM's x86 MMU does; on AArch64 and RISC-V a leaf of a logged
-    /// slot is writable only after a write. This is the default of policy `dirty_log_reads`.
+    /// Whether KVM, on this architecture, logs a page as dirty already when the guest reads it, because it installs a
+    /// writable leaf for the read, so that a later write does not fault. KVM's x86 MMU does this; on AArch64 and RISC-V
+    /// a leaf of a logged slot becomes writable only by a write. This is the default of policy `dirty_log_reads`.
     const LOGS_READS: bool;
-    /// The number of bits of the MMIO generation that an entry can contain; 0 if the format caches no MMIO.
+    /// The number of bits of the MMIO generation that an entry can contain; 0 if the format has no MMIO entries.
     const MMIO_GENERATION_BITS: u32;
     /// The number of bits of a note that an MMIO entry contains in addition to the generation.
     const MMIO_NOTE_BITS: u32;
     /// Whether an x86 CPU without nested paging can walk these tables instead of the tables that its guest makes, in
     /// any paging mode ([`MmuKind::Shadow`](crate::MmuKind)).
     const SHADOWS: bool;
-    /// MMIO entries work on machines with at most this many physical address bits.
+    /// The largest number of physical address bits that a machine may have if MMIO entries are to work on it.
     const MMIO_PHYSICAL_BITS: u32;
 
     /// Returns the meaning of `bits`, read from a table of `level`.
     fn decode(bits: u64, level: Level) -> Entry;
     /// Returns the leaf with these `bits`. The caller knows that `bits` are a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
-    /// Returns the next lower table if [`Format::table`] made `bits`, read from a table of `level`, write-protected or
-    /// not. Agrees with `decode` for all entries that the engine makes. It exists because every step of a walk calls
-    /// it.
+    /// Returns the next lower table if `bits`, read from a table of `level`, refer to one, write-protected or not;
+    /// otherwise `None`. Agrees with `decode` for all entries that the engine makes, but is faster: every step of a
+    /// walk calls it.
     #[inline]
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
         let frame = (bits | Self::TABLE_WRITE).wrapping_sub(Self::TABLE);
@@ -346,14 +346,14 @@ pub unsafe trait Format: Send + Sync + 'static {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
         Self::put_frame(frame)
     }
-    /// Returns the bits of an entry that contain `frame`, which an entry must be able to [hold](Self::holds): a subset
-    /// of [`FRAME`](Self::FRAME).
+    /// Returns the bits of an entry that contain `frame`: a subset of [`FRAME`](Self::FRAME). An entry must be able to
+    /// [hold](Self::holds) `frame`.
     #[inline]
     fn put_frame(frame: Pfn) -> u64 {
         frame.0 << Self::GRANULE.shift()
     }
-    /// Returns the frame from which [`put_frame`](Self::put_frame) made `bits`. If all bits of [`FRAME`](Self::FRAME)
-    /// are set, that is the last frame.
+    /// Returns the frame from which [`put_frame`](Self::put_frame) made `bits`. If `bits` are all bits of
+    /// [`FRAME`](Self::FRAME), returns the last frame that an entry can contain.
     #[inline]
     fn take_frame(bits: u64) -> Pfn {
         Pfn(bits >> Self::GRANULE.shift())
@@ -374,18 +374,19 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn broken(bits: u64) -> u64 {
         bits
     }
-    /// Returns the bits of a zapped entry: [`Entry::Empty`]. With [`Format::BREAK_BEFORE_MAKE`] they name the flush
-    /// after which the entry may be replaced; 0: that flush is not known yet.
+    /// Returns the bits of a zapped entry: [`Entry::Empty`]. With [`Format::BREAK_BEFORE_MAKE`] the bits contain
+    /// `_flush`, the number of the flush after which a valid entry may replace this one; 0 means that the number is not
+    /// known yet.
     #[inline]
     fn cleared(_flush: u64) -> u64 {
         0
     }
-    /// Returns the flush that `bits` name, if [`Format::cleared`] made them.
+    /// Returns the number of the flush that `bits` contain if [`Format::cleared`] made them, otherwise `None`.
     #[inline]
     fn cleared_by(_bits: u64) -> Option<u64> {
         None
     }
-    /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`. It exists because range
+    /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`, but is faster: range
     /// operations call it for every entry.
     fn is_absent(bits: u64) -> bool;
     /// Returns the writable leaf `bits` write-protected, with [`Leaf::may_write`] set.
@@ -408,8 +409,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn clear_dirty(bits: u64) -> u64 {
         bits & !Self::DIRTY
     }
-    /// Whether hardware cannot set another accessed or dirty bit in the leaf `bits`. If so, a plain store may replace
-    /// the leaf. Otherwise use an atomic read-modify-write, so that no bit which hardware sets is lost.
+    /// Whether hardware can set no further accessed or dirty bit in the leaf `bits`. If so, a plain store may replace
+    /// the leaf. If not, replace the leaf by an atomic read-modify-write, so that no bit that hardware sets is lost.
     #[inline]
     fn is_settled(bits: u64) -> bool {
         bits & Self::ACCESSED != 0 && bits & (Self::WRITE | Self::DIRTY) != Self::WRITE
@@ -419,20 +420,21 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn is_writable(bits: u64) -> bool {
         bits & Self::WRITE != 0
     }
-    /// Returns two masks that find, in one comparison, the leaves that allow `access` and in which the bits that the
-    /// access sets are already set. Among the entries that refer to no table, exactly these leaves have all bits of the
-    /// first mask set and none of the second. Such a leaf that allows writing is settled.
+    /// Returns two masks that find the leaves that need no change for `access`: leaves that allow it, and in which the
+    /// accessed and dirty bits that it would set are already set. Among the entries that do not refer to a table,
+    /// exactly these leaves have all bits of the first mask set and no bit of the second. A leaf found for
+    /// [`Access::Write`] is [settled](Self::is_settled).
     fn ready(access: Access) -> (u64, u64);
 }
 
-/// Returns the number of guest frames that one table of the root translates.
+/// Returns the number of guest frames that one of the root's tables translates.
 pub(crate) const fn root_pages<F: Format>() -> u64 {
     F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64
 }
 
 /// Returns whether tables of format `F` can shadow the tables that an x86 guest makes for itself or, as a hypervisor,
-/// for its own guests. They can if three things hold: their pages have 4 KiB, like the guest's; a walk may begin at a
-/// table of a lower level, and always begins at one table; and an entry may be replaced at once.
+/// for its own guests. Three conditions are needed: pages have 4 KiB, like the guest's; the root is one table, so that
+/// a walk may begin at a single table of a lower level; and an entry may be replaced without break-before-make.
 pub(crate) const fn can_shadow<F: Format>() -> bool {
     matches!(F::GRANULE, Granule::Kib4) && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
 }
@@ -442,7 +444,8 @@ pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(root_pages::<F>() * F::ROOT_TABLES as u64)
 }
 
-/// Checks the engine's requirements on a format's constants: evaluate it in a `const` block.
+/// Checks the engine's requirements on a format's constants. Call in a `const` block, so that a violation fails the
+/// build.
 pub(crate) const fn check_limits<F: Format>() {
     let (flags, leaf) = (
         F::WRITE | F::MAY_WRITE | F::ACCESSED | F::DIRTY,

@@ -1,8 +1,8 @@
 //! RISC-V G-stage tables.
 //!
 //! The RISC-V Instruction Set Manual, Volume II, "Hypervisor Extension": Sv39x4, Sv48x4 and Sv57x4 are Sv39, Sv48 and
-//! Sv57 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
-//! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
+//! Sv57 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so every leaf has U
+//! set. The entry bits are defined in chapter "Sv39", the memory types in "Svpbmt".
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
@@ -25,20 +25,20 @@ const RIGHTS: u64 = READ | WRITE | EXECUTE;
 const USER: u64 = 1 << 4;
 const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
-/// RSW, bits 9:8, is for software.
+/// A software bit: [`Leaf::may_write`]. RSW, bits 9:8, is for software.
 const MAY_WRITE: u64 = 1 << 8;
 const MAY_EXECUTE: u64 = 1 << 9;
 /// The bits of every entry that refers to a table, in addition to the frame.
 const TABLE: u64 = VALID;
 const FRAME_SHIFT: u32 = 10;
 const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;
-/// Svpbmt, bits 62:61: 0 takes the type from the PMAs (memory is write-back), 1 is NC (not cached, weakly ordered), 2
-/// is IO.
+/// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 1 is NC (not cached, weakly ordered), 2 is
+/// IO (device memory).
 const PBMT: u64 = 3 << 61;
 const NOT_CACHED: u64 = 1 << 61;
 const IO: u64 = 2 << 61;
 
-/// If V is clear, all other bits are for software. This bit marks an MMIO entry.
+/// Marks an MMIO entry, in which V is clear: then all other bits are for software.
 const MMIO: u64 = 1 << 1;
 const GENERATION_BITS: u32 = 44;
 
@@ -201,7 +201,8 @@ mod tests {
         );
     }
 
-    /// Volume II, "Sv32 algorithm": R, W and X clear points to the next level; A, D, U are reserved.
+    /// Volume II, "Sv32 algorithm": an entry with R, W and X clear points to the next level, and its bits A, D and U
+    /// are reserved.
     #[test]
     fn a_table_entry_limits_nothing() {
         assert_eq!(Sv48x4::table(Pfn(0x77)), 0x77 << 10 | 1);
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(Sv57x4::hgatp(Pfn(0x80204), 1), 0xa000_1000_0008_0204);
     }
 
-    /// RISC-V volume II, "G-stage": the index of the root has two bits more.
+    /// RISC-V volume II, "G-stage": the index into the root table has two more bits than other indices.
     #[test]
     fn the_root_has_four_tables() {
         assert_eq!((Sv39x4::TOP, Sv39x4::ROOT_TABLES), (Level(3), 4));

@@ -1,5 +1,5 @@
-//! Tests that the packers of fields refuse values that do not fit. `crates/slat/tests/formats.rs` has the tests that
-//! all formats share.
+//! Tests that functions which pack a value into a field of an entry refuse values that do not fit.
+//! `crates/slat/tests/formats.rs` has the tests that all formats share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -35,7 +35,7 @@ fn refuses_what_an_entry_cannot_hold<F: Format>() {
     }
 }
 
-/// Checks that the packer of a field panics. Only a defect of the engine can pass such a value to it.
+/// Checks that `pack` panics. Only a defect of the engine can pass a value that does not fit.
 pub(crate) fn assert_refuses<R>(pack: impl FnOnce() -> R) {
     let refused = catch_unwind(AssertUnwindSafe(|| drop(pack()))).is_err();
     assert!(

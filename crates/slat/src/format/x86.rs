@@ -1,8 +1,9 @@
 //! x86 page tables: those of long mode, and those of AMD's nested paging, which have the same entries.
 //!
-//! AMD64 APM volume 2, "Long-Mode Page Translation" (entry formats) and "Nested Paging"; Intel SDM
-//! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
-//! is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as Linux sets it.
+//! AMD64 APM volume 2, "Long-Mode Page Translation" (entry formats) and "Nested Paging"; Intel SDM volume 3A, "4-Level
+//! Paging and 5-Level Paging". An entry's bits PAT, PCD and PWT are an index of the PAT register, which contains the
+//! memory types. Index 0 is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as
+//! Linux sets it.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level};
@@ -33,22 +34,22 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 /// Bit 7: at levels 2 and 3 the entry is a leaf; at level 1 the bit belongs to the PAT index.
 const HUGE: u64 = 1 << 7;
-/// Bits 50:12. Bit 51 of the address distinguishes an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
+/// Bits 50:12, the frame. Bit 51 distinguishes an MMIO entry from a leaf ([`RESERVED`]), so no frame may use it.
 const FRAME: u64 = 0x0007_ffff_ffff_f000;
 /// The bits of every entry that refers to a table, in addition to the frame. Accessed is set from the start, so that
 /// hardware never writes the entry.
 const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
-/// Bits 11:9 and 58:52 are available to software.
+/// A software bit: [`Leaf::may_write`]. Bits 11:9 and 58:52 are available to software.
 const MAY_WRITE: u64 = 1 << 9;
 const MAY_EXECUTE: u64 = 1 << 10;
 const NO_EXECUTE: u64 = 1 << 63;
 
-/// Bit 51 is an address bit that a machine with less than 52 physical address bits does not have. A present entry with
-/// bit 51 set faults with the RSVD bit in the error code, which no ordinary fault has.
+/// Bit 51, which marks an MMIO entry: an address bit that is reserved on a machine with less than 52 physical address
+/// bits. A present entry with bit 51 set faults with the RSVD bit in the error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
-/// The other bits of an MMIO entry are its note and its generation. Bit 1 is clear, because no MMIO entry allows
-/// writing. The lowest [`MMIO_LOW`] of their bits are bits 50:2 of the entry, and the remaining ones begin at bit 52. A
-/// note has a guest frame of 40 bits, and three rights.
+/// An MMIO entry contains a note and a generation, as one number: its lowest `MMIO_LOW` bits are bits 50:2 of the
+/// entry, and the others begin at bit 52. Bit 1 is clear, because no MMIO entry allows writing. A note consists of a
+/// guest frame of 40 bits, and three rights.
 const MMIO_LOW: u32 = 49;
 const MMIO_LOW_SHIFT: u32 = 2;
 const MMIO_HIGH_SHIFT: u32 = 52;
@@ -121,7 +122,7 @@ unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED>
     fn ready(access: Access) -> (u64, u64) {
         match access {
             Access::Read => (PRESENT | ACCESSED, RESERVED),
-            // No MMIO entry has WRITE.
+            // The second mask need not exclude MMIO entries here: no MMIO entry has WRITE.
             Access::Write => (PRESENT | WRITE | ACCESSED | DIRTY, 0),
             Access::Execute => (PRESENT | ACCESSED, RESERVED | NO_EXECUTE),
         }
@@ -239,7 +240,7 @@ mod tests {
         assert_eq!(X86::<5>::table(Pfn(0x77)), 0x77000 | 0b10_0111);
     }
 
-    /// APM 2, "Page-Protection Checks": a page is writable if the R/W bit is set at every level.
+    /// APM 2, "Page-Protection Checks": a page is writable only if the R/W bit is set at every level.
     #[test]
     fn a_table_entry_without_bit_1_is_write_protected() {
         assert_eq!(Npt::decode(0x77025, Level(2)), Entry::Table(Pfn(0x77)));
