@@ -12,7 +12,7 @@ use crate::slots::{Memslot, Place};
 use crate::table::{At, ByGfn, Next, Show, Walk};
 use crate::vm::{DirtyLog, LogKind, RangeOp, Vm};
 
-/// An invariant that does not hold.
+/// An invariant that does not hold, as a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditError(String);
 
@@ -26,20 +26,21 @@ impl core::error::Error for AuditError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that
-    /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
-    ///   or shared, and is not writable if the slot is read-only;
-    /// * no page of a slot that logs to a bitmap by write protection, for the client or for readers, is writable
-    ///   without being marked, and no page of a slot that logs by buffers is dirty without being marked or in a buffer;
+    /// * every leaf is within a memslot, and all its frames are private or all are shared; it maps the host frame that
+    ///   backs it, and has no right that the slot lacks;
+    /// * in a slot that logs to a bitmap by write protection, every page of a writable leaf is marked; in a slot that
+    ///   logs by buffers, every dirty page of a writable leaf is marked or in a buffer;
     /// * no huge leaf is executable with `nx_huge_pages` on;
     /// * every table counts its leaves correctly;
-    /// * the slots by gfn, by backing and by id are the same, and no two overlap;
-    /// * if no CPU is in a reader section, the gauges `pages_4k`, `pages_2m` and `pages_1g` are the numbers of leaves.
+    /// * the indexes of slots by gfn, by backing and by id contain the same slots, and no two slots overlap;
+    /// * if no CPU is in a reader section, the gauges `pages_4k`, `pages_2m` and `pages_1g` are equal to the numbers of
+    ///   leaves.
     ///
-    /// Slot changes wait meanwhile; CPUs may run. Do not call it while another operation on the VM runs: an operation
-    /// that has zapped leaves corrects the gauges only after its flush.
+    /// vCPUs may run during the audit; slot changes wait until it ends. Do not call `audit` while another operation on
+    /// the VM runs: an operation that has zapped leaves corrects the gauges only after its TLB flush.
     ///
     /// # Errors
-    /// The first invariant that does not hold.
+    /// [`AuditError`]: the first invariant that does not hold.
     pub fn audit(&self) -> Result<(), AuditError> {
         self.drain_walkers();
         let mut leaves = [0u64; 3];
@@ -99,8 +100,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Checks `leaf`, found at `at`, which maps a frame of `slot`. `private`: whether the frame is private; `alike`:
-    /// the frames around it with the same attribute.
+    /// Checks `leaf`, found at `at`, which maps a frame of `slot`. `private` tells whether the frame is private, and
+    /// `alike` which frames around it are private, or shared, like it.
     fn audit_leaf(
         &self,
         slot: &Memslot,
@@ -135,8 +136,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // If the page is already dirty, the walker does not record it again. For a huge leaf, the walker records
-            // one page only, and for a leaf of a shadow page none.
+            // Such pages must be marked while the leaf is writable, because the walker will not report all writes to
+            // them: none to a leaf that is already dirty or in a shadow page, and of a huge leaf only one page.
             Some((log, LogKind::Buffers))
                 if leaf.write
                     && (leaf.dirty || level > Level::PAGE || at.is_shadowed())
@@ -179,7 +180,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Checks that a set's slots by gfn, by backing and by id are the same, and that no two of them overlap.
+    /// Checks that the indexes by gfn, by backing and by id contain the same slots, and that no two slots overlap.
     fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
         let set = change.set();
         // The index by backing address contains a slot once for each of its backings.

@@ -1,4 +1,5 @@
-//! The data of a slot's dirty log. The VM's operations on it, and their order, are in `vm/dirty.rs`.
+//! The data of a slot's dirty log. The VM's operations on dirty logs, and the order of their steps, are in
+//! `vm/dirty.rs`.
 
 mod readers;
 mod runs;
@@ -15,29 +16,29 @@ use crate::sync::{FairLock, OnceBox};
 pub(crate) use readers::{ReaderId, ReaderMarks};
 pub(crate) use runs::next_run;
 
-/// The method by which a slot's log detects writes, and the place where it notes them.
+/// The method by which a slot's log detects writes, and where it records them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogKind {
-    /// Write faults detect the writes, and a bitmap notes the pages.
+    /// Write faults detect the writes, and a bitmap records the pages.
     Bitmap,
-    /// The leaves' dirty bits record the written pages; a harvest notes these pages in a bitmap.
+    /// The leaves' dirty bits record the written pages; a harvest copies these pages to a bitmap.
     DirtyBits,
-    /// The leaves' dirty bits record the written pages. The walker writes to a buffer which bits it has set. When the
-    /// buffer is drained (`vm/drain.rs`), the bitmap notes the pages.
+    /// The leaves' dirty bits record the written pages. The page walker writes to a buffer which of these bits it has
+    /// set (like Intel's PML). When the buffer is drained (`vm/drain.rs`), the pages are recorded in a bitmap.
     Buffers,
-    /// Write faults detect the writes, and the rings of the vCPUs note the pages. A bitmap notes them, too, if the VM
-    /// has readers of its logs.
+    /// Write faults detect the writes, and the dirty rings of the vCPUs record the pages. If the VM has log readers, a
+    /// bitmap records the pages, too.
     Rings,
 }
 
 impl LogKind {
-    /// Whether a leaf must not be writable before a write to it was noted.
+    /// Whether the log write-protects leaves: a leaf may become writable only when a write to it has been recorded.
     pub(crate) fn protects(self) -> bool {
         !matches!(self, LogKind::DirtyBits | LogKind::Buffers)
     }
 
-    /// Whether the log learns of a write from the fault that installs `leaf`, because no walker records writes, or
-    /// because the leaf is already dirty.
+    /// Whether the log learns of a write from the fault that installs `leaf`, because the log write-protects leaves, or
+    /// because `leaf` is already dirty, so that a walker will not report the write to its buffer.
     pub(crate) fn learns_from_fault(self, leaf: &Leaf) -> bool {
         leaf.write && (self.protects() || self == LogKind::Buffers && leaf.dirty)
     }
@@ -46,13 +47,13 @@ impl LogKind {
 /// The log of a slot.
 pub(crate) struct DirtyLog {
     kind: LogKind,
-    /// The lock of the operations that begin, harvest or clear the log.
+    /// A lock that each operation holds that begins, harvests or clears the log.
     pub(crate) turn: FairLock<()>,
     /// The bitmap, with one bit for each page; empty for a log without a bitmap.
     pub(crate) bits: Vec<AtomicU64>,
     /// Whether every page was marked when the log was made.
     pub(crate) initially_set: bool,
-    /// What each reader of the log has not seen yet, if the log has several readers ([`readers`]).
+    /// The marks that each reader of the log has not seen yet, if the log has had several readers ([`readers`]).
     readers: OnceBox<ReaderMarks>,
 }
 
@@ -103,13 +104,13 @@ impl DirtyLog {
         }
     }
 
-    /// Marks the pages of the leaf of `level` at `gfn` that are in `slot`, the frames of the log's slot. There are
-    /// several such pages only for a huge leaf that could not be split.
+    /// Marks the pages of the leaf of `level` at `gfn` that are in `slot`, the frames of the log's slot. Only a huge
+    /// leaf that could not be split has several such pages.
     pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
         self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }
 
-    /// Marks the pages of `gfns` that are in `slot`, the frames of the log's slot, and for which `wanted` returns
+    /// Marks those pages of `gfns` that are in `slot` (the frames of the log's slot) and for which `wanted` returns
     /// `true`.
     pub(crate) fn mark_gfns(
         &self,
@@ -123,25 +124,26 @@ impl DirtyLog {
         }
     }
 
-    /// Clears the marks of the pages of `gfns` that are in `slot`, the frames of the log's slot, for all readers. No
-    /// other thread uses the log.
+    /// Clears, for all readers, the marks of those pages of `gfns` that are in `slot` (the frames of the log's slot).
+    /// No other thread uses the log.
     pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
             self.bits[index].fetch_and(!mask, Relaxed);
-            // The log is new, so no reader has an epoch of it.
+            // The log is new, so no reader has an epoch in this log. Only the pending marks must be cleared.
             self.readers().for_each(|marks| marks.forget(index, mask));
         }
     }
 
-    /// Copies the marks of `pages` pages from `log`, and what each reader of both logs has not seen yet. The first of
-    /// these pages has the number `from` in `log` and `to` in this log. The caller holds the slot writers' lock.
+    /// Copies from `log` the marks of `pages` pages, and, for each reader that both logs have, the marks that the
+    /// reader has not seen yet. The first of these pages is number `from` in `log` and number `to` in this log. The
+    /// caller holds the slot writers' lock.
     pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
         copy_bits(&log.bits, &self.bits, from, to, pages);
         for marks in log.readers() {
             match self.reader(marks.owner()) {
                 Some(own) => own.copy_from(marks, from, to, pages),
-                // All other readers have ended, so the new log's bitmap is the client's.
+                // This log has no readers but the client, so all marks of its own bitmap are the client's.
                 None if marks.owner() == ReaderId::CLIENT => {
                     copy_bits(marks.all_pending(), &self.bits, from, to, pages);
                 }
@@ -168,12 +170,12 @@ fn bitmap(words: usize, set: bool) -> Result<Vec<AtomicU64>, OutOfMemory> {
     Ok(bits)
 }
 
-/// Sets the bits in the bitmap `target` that are set in `source`, for `pages` pages. The first of these pages has the
-/// number `from` in `source` and `to` in `target`.
+/// Sets the bits in the bitmap `target` that are set in `source`, for `pages` pages. The first of these pages is number
+/// `from` in `source` and number `to` in `target`.
 fn copy_bits(source: &[AtomicU64], target: &[AtomicU64], from: u64, to: u64, pages: u64) {
     for (index, mask) in words_of(from..from + pages) {
         let marked = source[index].load(Acquire) & mask;
-        // The number of the word's first bit in `target`. It is negative if bits before `from` share the word.
+        // The bit number in `target` of this word's first bit. It is negative if the word contains bits before `from`.
         let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
         let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
         let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];

@@ -1,11 +1,11 @@
 //! The walk of the guest's own page tables, for a software CPU and for shadow paging.
 //!
-//! Intel SDM volume 3A, chapter "Paging": 32-bit, PAE, 4-level and 5-level paging; access rights from
-//! "Determination of Access Rights", the error code from "Page-Fault Exceptions", accessed and dirty
-//! flags from the section of that name.
+//! Intel SDM volume 3A, chapter "Paging": 32-bit, PAE, 4-level and 5-level paging; access rights follow its section
+//! "Determination of Access Rights", the error code "Page-Fault Exceptions", accessed and dirty flags "Accessed and
+//! Dirty Flags".
 //!
-//! Other CPUs may change the tables at any time. Entries are read one by one. Accessed and dirty flags are set by
-//! compare-exchange; if one fails, the walk restarts.
+//! Other CPUs may change the tables at any time. The walk reads entries one by one, and sets accessed and dirty flags
+//! by compare-exchange. If a compare-exchange fails, the walk restarts.
 
 use crate::addr::{Access, Gpa};
 
@@ -34,23 +34,24 @@ pub struct GuestPaging {
     pub mode: Mode,
     /// Whether the access is made at CPL 3 (and is not an implicit supervisor access).
     pub user: bool,
-    /// CR0.WP.
+    /// CR0.WP: whether a supervisor's writes to read-only pages fault.
     pub write_protect: bool,
-    /// EFER.NXE.
+    /// EFER.NXE: whether the execute-disable bit of entries counts.
     pub no_execute: bool,
-    /// CR4.SMEP.
+    /// CR4.SMEP: whether a supervisor's fetches from user pages fault.
     pub smep: bool,
-    /// CR4.SMAP, unless EFLAGS.AC suspends it for this access.
+    /// CR4.SMAP, unless EFLAGS.AC suspends it for this access: whether a supervisor's data accesses to user pages
+    /// fault.
     pub smap: bool,
-    /// PKRU if CR4.PKE is set, else 0: the accesses to user pages that each protection key forbids.
+    /// PKRU if CR4.PKE is set, else 0. It tells which accesses to user pages each protection key forbids.
     pub pkru: u32,
-    /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them into registers. `None`: the walk
-    /// reads them from memory.
+    /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them into registers. `None`: they are
+    /// in memory, and the walk reads them.
     pub pdptes: Option<[u64; 4]>,
     /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,
     /// Whether bit 8, which is G in entries that map pages, is reserved in entries of levels 3 to 5 that refer to
-    /// tables, as in AMD's CPUs. Intel's CPUs ignore the bit there.
+    /// tables, as on AMD's CPUs. Intel's CPUs ignore the bit in these entries.
     pub reserves_table_global: bool,
 }
 
@@ -86,9 +87,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the address of the table with which a walk to `gva` begins. In [`Mode::Pae`] that is the table of a
-    /// latched page-directory-pointer entry. `None`: that entry is not present, or has reserved bits set, or no entry
-    /// is latched.
+    /// Returns the address of the table with which a walk to `gva` begins. In [`Mode::Pae`] this is the table to which
+    /// a page-directory-pointer entry in a register refers (`pdptes`). `None`: that entry is not present or has
+    /// reserved bits set, or `pdptes` is `None`.
     pub(crate) fn root_table(&self, gva: u64) -> Option<Gpa> {
         if self.mode != Mode::Pae {
             return Some(Gpa(Shape::of(self).root));
@@ -98,7 +99,7 @@ impl GuestPaging {
         Some(self.table_in(pointer))
     }
 
-    /// Returns the state with CR0.WP set.
+    /// Returns this paging state with CR0.WP set.
     pub(crate) fn strict(&self) -> GuestPaging {
         GuestPaging {
             write_protect: true,
@@ -106,9 +107,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the paging state for checking the rights of a shadow leaf, with CR0.WP and EFER.NXE set. A leaf may lack
-    /// the right to write because of the dirty log, and the right to execute because of its slot, so these rights must
-    /// count.
+    /// Returns the paging state for checking the rights of a shadow leaf, with CR0.WP and EFER.NXE set. The engine may
+    /// have removed from the leaf the right to write (for the dirty log) or to execute (for the slot's rights). So both
+    /// must be checked, even if the guest's own state ignores them.
     pub(crate) fn of_leaf(&self) -> GuestPaging {
         GuestPaging {
             no_execute: true,
@@ -116,7 +117,8 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the error code of a page fault at an entry that is not present: the bits that depend only on the access.
+    /// Returns those bits of a page fault's error code that depend only on the access: the whole code if the entry is
+    /// not present.
     pub fn access_code(&self, access: Access) -> u32 {
         let mut code = 0;
         if self.user {
@@ -125,14 +127,14 @@ impl GuestPaging {
         match access {
             Access::Read => {}
             Access::Write => code |= error_code::WRITE,
-            // SDM: set only if the processor distinguishes fetches, by NX or SMEP.
+            // SDM: the bit is set for a fetch only if execute-disable (NXE, with 8-byte entries) or SMEP is on.
             Access::Execute if self.reports_fetches() => code |= error_code::FETCH,
             Access::Execute => {}
         }
         code
     }
 
-    /// Returns whether page faults report instruction fetches.
+    /// Returns whether the error codes of page faults distinguish instruction fetches.
     fn reports_fetches(&self) -> bool {
         let has_nx = !matches!(self.mode, Mode::Bits32 { .. });
         has_nx && self.no_execute || self.smep
@@ -143,12 +145,13 @@ impl GuestPaging {
 pub trait GuestTables {
     /// The reason why guest memory cannot be accessed now.
     type Error;
-    /// Reads the entry of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
+    /// Reads the table entry of `size` (4 or 8) bytes at `gpa`, which is a multiple of `size`.
     ///
     /// # Errors
     /// The implementor's error; it ends the walk.
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Self::Error>;
-    /// Atomically replaces the entry of `size` bytes at `gpa` by `new` if it still is `old`. Returns whether it did.
+    /// Atomically replaces the table entry of `size` bytes at `gpa` by `new`, if the entry is still `old`. Returns
+    /// whether the entry was replaced.
     ///
     /// # Errors
     /// The implementor's error; it ends the walk.
@@ -170,7 +173,7 @@ pub struct GuestPage {
     pub bits: u32,
     /// Whether data may be read.
     pub read: bool,
-    /// Whether data may be written without another walk: the right is granted, and the dirty flag is already set.
+    /// Whether data may be written without another walk: the tables grant the right, and the dirty flag is already set.
     pub write: bool,
     /// Whether instructions may be fetched.
     pub execute: bool,
@@ -178,7 +181,7 @@ pub struct GuestPage {
     pub global: bool,
 }
 
-/// The reason why there is no translation.
+/// The reason why a walk has found no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WalkError<E> {
     /// The guest gets #PF with this error code.
@@ -263,15 +266,15 @@ impl Shape {
         12 + self.index_bits * (level - 1)
     }
 
-    /// Returns whether entries of `level` are PAE's four page-directory-pointer entries, which have neither rights nor
-    /// an accessed flag.
+    /// Returns whether entries of `level` are the four page-directory-pointer entries of PAE, which have neither rights
+    /// nor an accessed flag.
     #[inline]
     fn is_pointer(&self, mode: Mode, level: u32) -> bool {
         mode == Mode::Pae && level == 3
     }
 }
 
-/// The rights that the entries of a path grant together.
+/// The rights that all entries on a walk's path grant together: a right counts only if every entry grants it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageRights {
     pub(crate) write: bool,
@@ -282,7 +285,7 @@ pub(crate) struct PageRights {
 }
 
 impl PageRights {
-    /// All rights: those of a path on which no entry limits a right.
+    /// All rights, as if no entry on the path limited a right.
     pub(crate) const ALL: PageRights = PageRights {
         write: true,
         user: true,
@@ -300,7 +303,7 @@ impl PageRights {
         }
     }
 
-    /// Returns the rights to the page that `leaf` maps, given these rights of all entries above.
+    /// Returns the rights to the page that `leaf` maps. `self` is the rights that the entries above it grant together.
     pub(crate) fn of_page(self, paging: &GuestPaging, leaf: u64) -> Self {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
         PageRights {
@@ -309,30 +312,31 @@ impl PageRights {
         }
     }
 
-    /// Whether these rights allow `access` in the state `paging`.
+    /// Whether these rights allow `access` if the CPU is in the state `paging`.
     pub(crate) fn allow(self, paging: &GuestPaging, access: Access) -> bool {
         Rights::of(paging, self).allow(access)
     }
 }
 
-/// The entries of a walk that has reached a page.
+/// The entries that a walk read on the way to a page.
 pub(crate) struct Path {
-    /// Address and value of each entry with an accessed flag, from the root down. The flags are those from before the
-    /// walk.
+    /// Address and value of each entry that has an accessed flag, from the root down. A value is from before the walk
+    /// set flags in the entry.
     entries: [(Gpa, u64); 5],
     len: usize,
     rights: PageRights,
 }
 
 impl Path {
-    /// Returns address and value of each entry except page-directory-pointer entries, from the root down.
+    /// Returns the address and the value of each entry on the path, from the root down, without a
+    /// page-directory-pointer entry of PAE.
     pub(crate) fn entries(&self) -> &[(Gpa, u64)] {
         &self.entries[..self.len]
     }
 }
 
-/// Walks the guest's tables for `access` to `gva`. Sets accessed and dirty flags as a processor does. Returns the page,
-/// with all rights that it grants.
+/// Walks the guest's tables for `access` to `gva`. Sets accessed and dirty flags as a processor does. Returns the page
+/// and all rights to it, not only the right to `access`.
 ///
 /// # Errors
 /// [`WalkError`]. The walk may have set accessed flags before it failed, but no dirty flag.
@@ -359,7 +363,7 @@ pub(crate) fn walk_with_path<T: GuestTables>(
     }
 }
 
-/// Walks once. `None`: an entry has changed between the read and the setting of its flags.
+/// Walks once. `None`: another CPU changed an entry after this walk read it and before it set flags in the entry.
 fn attempt<T: GuestTables>(
     tables: &mut T,
     paging: &GuestPaging,
@@ -438,8 +442,8 @@ fn attempt<T: GuestTables>(
     Ok(Some((page, path)))
 }
 
-/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither; contains
-/// the bits to add to the error code of the access.
+/// Returns whether `entry`, of `level`, maps a page (`true`) or refers to a table (`false`). `Err`: the entry is not
+/// present or has reserved bits set; contains the bits to add to the error code of the access.
 #[inline]
 fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Result<bool, u32> {
     if entry & PRESENT == 0 {
@@ -466,8 +470,8 @@ pub(crate) enum UsedEntry {
     },
 }
 
-/// Returns the meaning of `entry`, of `level`, for walks in the state `paging`. `None`: a walk would fault, or would
-/// set the accessed flag.
+/// Returns the meaning of `entry`, of `level`, for walks in the state `paging`. `None`: a walk would fault on the
+/// entry, or would set its accessed flag.
 pub(crate) fn used_entry(paging: &GuestPaging, level: u32, entry: u64) -> Option<UsedEntry> {
     let shape = Shape::of(paging);
     if entry & ACCESSED == 0 {
@@ -486,23 +490,24 @@ pub(crate) fn used_entry(paging: &GuestPaging, level: u32, entry: u64) -> Option
     })
 }
 
-/// Returns the physical address bits of a leaf of `level`. The caller clears the bits below the page size.
+/// Returns the page address in a leaf of `level`. The result may have bits set below the page size, which the caller
+/// clears.
 fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
     match paging.mode {
-        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address.
+        // PSE-36: bits 20:13 of an entry that maps a 4 MiB page are bits 39:32 of the page's address.
         Mode::Bits32 { .. } if level == 2 => leaf & 0xffc0_0000 | (leaf >> 13 & 0xff) << 32,
         Mode::Bits32 { .. } => leaf & 0xffff_f000,
         _ => leaf & FRAME,
     }
 }
 
-/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode; AMD64
-/// volume 2, 5.3 and 5.4).
+/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, the reserved bits of each paging mode; AMD64 APM
+/// volume 2, sections 5.3 and 5.4).
 #[inline]
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
-        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has these address
-        // bits.
+        // PSE-36: bits 20:13 of an entry that maps a 4 MiB page are bits 39:32 of the page's address. Those that the
+        // machine's addresses do not have are reserved.
         let address_bits = paging.physical_bits.clamp(32, 40);
         return if is_leaf && level == 2 {
             (1 << 22) - (1 << (address_bits - 19))
@@ -521,7 +526,7 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
         return bits | 0x1e6 | NO_EXECUTE;
     }
     if level > 1 && is_leaf {
-        // Bit 12 is PAT; the other bits below the page's address must be clear.
+        // In a large page's entry bit 12 is PAT. The other bits between it and the page's address must be clear.
         bits |= ((1u64 << shape.shift(level)) - 1) & !0x1fff;
     }
     if level > shape.max_leaf {
@@ -550,9 +555,9 @@ struct KeyRights {
 }
 
 impl KeyRights {
-    /// Returns the accesses that the page's protection key forbids (SDM 3A, "Protection Keys"). A key forbids data
-    /// accesses to user pages, by users and supervisors. But a key that only disables writes forbids a supervisor's
-    /// writes only if CR0.WP is set.
+    /// Returns the accesses that the page's protection key forbids (SDM 3A, "Protection Keys"). A key applies to data
+    /// accesses to user pages, by users and by supervisors. With one exception: a key that disables only writes does
+    /// not forbid a supervisor's writes if CR0.WP is clear.
     #[inline]
     fn of(paging: &GuestPaging, page: PageRights) -> KeyRights {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
@@ -570,7 +575,7 @@ impl KeyRights {
 }
 
 impl Rights {
-    /// Returns the rights to a page (SDM 3A, "Determination of Access Rights").
+    /// Returns the rights to a page at the privilege level of the walk (SDM 3A, "Determination of Access Rights").
     #[inline]
     fn of(paging: &GuestPaging, page: PageRights) -> Rights {
         let executable = page.execute || !paging.no_execute;
@@ -593,8 +598,8 @@ impl Rights {
         }
     }
 
-    /// Returns the error code bit of a protection key violation, or 0. The bit is set even if other rights are missing,
-    /// too.
+    /// Returns the error code bit of a protection key violation, or 0. The bit is reported even if another right is
+    /// missing, too.
     fn key_code(&self, access: Access) -> u32 {
         let forbidden = match access {
             Access::Read => self.key.read,

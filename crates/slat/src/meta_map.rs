@@ -1,8 +1,8 @@
-//! Metadata of table frames, for platforms that have no array of frames.
+//! Metadata of table frames, for platforms that have no array with an element for each frame.
 //!
-//! The map is a radix tree by frame number. Nodes are added when frames need them, and stay until the map is dropped.
-//! So a look-up needs neither a lock nor a reader section: it follows pointers that never change once they are set. A
-//! release store publishes each pointer after the memory to which it refers was written.
+//! The map is a radix tree indexed by frame number. Nodes are added when frames need them, and are kept until the map
+//! is dropped. So a look-up needs neither a lock nor a reader section: it follows pointers that never change once they
+//! are set. A release store publishes each pointer after the memory to which the pointer refers was initialized.
 
 use alloc::boxed::Box;
 use core::fmt;
@@ -14,17 +14,19 @@ use crate::heap::{Large, OutOfMemory};
 use crate::sync::OnceBox;
 use crate::sync::atomic::const_fn;
 
-/// log2 of the number of frames in one leaf. The frames are 64 KiB of host memory, and their metadata have 512 bytes.
+/// log2 of the number of frames whose metadata are in one leaf. Leaf: the metadata, 512 bytes, of 64 KiB of host
+/// memory.
 const LEAF_BITS: u32 = if cfg!(loom) { 1 } else { 4 };
 /// log2 of the number of links in one node, which has 8 KiB.
 const NODE_BITS: u32 = if cfg!(loom) { 1 } else { 10 };
 
-/// The metadata of the frames of a region: a leaf of the map, or a node with smaller regions.
+/// A subtree of the map, with the metadata of an aligned range of frames: a leaf, or a node with links to smaller
+/// regions.
 trait Region: Send + Sync + Sized {
-    /// log2 of the number of frames.
+    /// log2 of the number of frames in the region.
     const BITS: u32;
 
-    /// Makes a region without frames.
+    /// Makes a region that has no metadata yet.
     fn make() -> Result<Box<Self>, OutOfMemory>;
 
     /// Makes sure that there is metadata for `frame`.
@@ -35,7 +37,7 @@ trait Region: Send + Sync + Sized {
 }
 
 type Leaf = Large<(), TableMeta, { 1 << LEAF_BITS }>;
-/// Links to smaller regions.
+/// A node: an array of links to smaller regions.
 type Node<T> = Large<(), OnceBox<T>, { 1 << NODE_BITS }>;
 #[cfg(not(loom))]
 type Root = Node<Node<Node<Node<Leaf>>>>;
@@ -62,7 +64,7 @@ impl Region for Leaf {
     }
 }
 
-/// Returns the link of `node` for `frame`.
+/// Returns the link in `node` to the smaller region that contains `frame`.
 #[inline(always)]
 fn link<T: Region>(node: &Node<T>, frame: Pfn) -> &OnceBox<T> {
     &node.array[(frame.0 >> T::BITS) as usize % (1 << NODE_BITS)]
@@ -86,10 +88,10 @@ impl<T: Region> Region for Node<T> {
 }
 
 /// Finds the [`TableMeta`] of a table frame, for a [`Platform`](crate::Platform) whose frames come from any page
-/// allocator and that has no array like Linux's `struct page`.
+/// allocator and that has no array of per-frame data like Linux's `struct page`.
 ///
-/// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may. A
-/// look-up takes no lock: it loads five pointers and changes nothing.
+/// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may be called
+/// there. A look-up takes no lock: it loads five pointers and changes nothing.
 ///
 /// Each aligned 64 KiB of host memory that has ever contained a table costs 512 bytes from the global allocator, and
 /// each 64 MiB costs 8 KiB. The map keeps these until it is dropped. A frame that is freed and allocated again keeps
@@ -122,7 +124,7 @@ pub struct MetaMap {
 
 impl MetaMap {
     const_fn! {
-        /// Makes a map without frames.
+        /// Makes an empty map.
         pub fn new() -> Self {
             MetaMap {
                 root: OnceBox::new(),
@@ -145,8 +147,8 @@ impl MetaMap {
         self.root.get_or_make(Root::make)?.prepare(frame)
     }
 
-    /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for `frame`, nor for
-    /// a neighbouring frame whose metadata are in the same memory.
+    /// Returns the metadata of `frame`, always the same pointer. `None`: [`Self::prepare`] was called neither for
+    /// `frame` nor for another frame in the same aligned 64 KiB.
     #[inline]
     pub fn get(&self, frame: Pfn) -> Option<NonNull<TableMeta>> {
         if frame.0 >= FRAMES {

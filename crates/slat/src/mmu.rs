@@ -93,8 +93,8 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing. `frames` is where its tables' frames are counted. If `nested`, it also
-    /// shadows nested tables.
+    /// Makes an MMU of `kind` that maps nothing. Its tables' frames come from `frames`. If `nested`, it also shadows
+    /// nested tables.
     ///
     /// # Errors
     /// [`OutOfMemory`].

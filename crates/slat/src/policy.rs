@@ -1,15 +1,15 @@
-//! Policies: the mechanisms that a VM uses, and their parameters. A policy that KVM has, too, has the name of KVM's
-//! module parameter. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy, also of a running VM. It applies to all
-//! later operations of the VM.
+//! Policies: the mechanisms that a VM uses, and their parameters. A policy that KVM has, too, is called like KVM's
+//! module parameter. [`Vm::set_policy`](crate::Vm::set_policy) changes a policy, even of a running VM. The new value
+//! applies to all later operations of the VM.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use crate::format::Format;
 
-/// A value of a policy: stored as a number, written on command lines as a word or a number.
+/// A value of a policy. The engine stores it as a number; a command line has it as a word or a number.
 trait Value: Copy + fmt::Display {
-    /// A list of the values that [`Value::parse`] accepts, for a message.
+    /// A list of the values that [`Value::parse`] accepts, for error messages.
     const EXPECTED: &'static str;
 
     fn parse(text: &str) -> Option<Self>;
@@ -19,8 +19,8 @@ trait Value: Copy + fmt::Display {
 
 macro_rules! policies {
     ($($(#[$doc:meta])* $name:ident $Name:ident: $Type:ty = $default:expr;)*) => {
-        /// The policies of a VM: those with which it is made ([`Config`](crate::Config)), or a copy of the current
-        /// ones ([`Vm::policy`](crate::Vm::policy)).
+        /// The values of all policies of a VM: for making the VM ([`Config`](crate::Config)), or as a copy of its
+        /// current values ([`Vm::policy`](crate::Vm::policy)).
         ///
         /// ```
         /// use slat::{Policy, Prefetch};
@@ -40,12 +40,13 @@ macro_rules! policies {
         }
 
         impl Policy {
-            /// Returns every policy.
+            /// Returns every policy, with its value.
             pub fn iter(&self) -> impl Iterator<Item = Setting> + use<> {
                 [$(Setting::$Name(self.$name),)*].into_iter()
             }
 
-            /// Sets one policy in this value. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy of a VM.
+            /// Sets one policy in this struct. (To set a policy of a VM, use
+            /// [`Vm::set_policy`](crate::Vm::set_policy).)
             pub fn set(&mut self, setting: Setting) {
                 match setting {
                     $(Setting::$Name(value) => self.$name = value,)*
@@ -69,7 +70,7 @@ macro_rules! policies {
                 Value::from_bits(self.$name.load(Relaxed))
             })*
 
-            /// Returns the current policies. Each is read separately.
+            /// Returns the current policies. Each is read separately, not all at the same moment.
             pub fn get(&self) -> Policy {
                 Policy { $($name: self.$name(),)* }
             }
@@ -120,7 +121,7 @@ macro_rules! policies {
                 }
             }
 
-            /// Returns a list of the values that the policy can have, for a message.
+            /// Returns a list of the values that the policy can have, for error messages.
             pub fn expected(&self) -> &'static str {
                 match self {
                     $(Setting::$Name(_) => <$Type as Value>::EXPECTED,)*
@@ -138,47 +139,49 @@ macro_rules! policies {
 }
 
 policies! {
-    /// Whether the tables cache the absence of a memslot, so that repeated MMIO needs no slot look-up.
+    /// Whether the page tables cache that no memslot contains a frame, so that repeated MMIO needs no slot look-up.
     mmio_caching MmioCaching: Switch = Switch::On;
-    /// Whether faults map at 2 MiB and 1 GiB where slot and host allow.
+    /// Whether faults map huge pages (2 MiB and 1 GiB) where the memslot and the host allow it.
     huge_pages HugePages: Switch = Switch::On;
     /// Whether huge leaves are not executable.
     nx_huge_pages NxHugePages: Switch = Switch::Off;
-    /// Whether an execution fault splits a huge leaf in place. Off: the fault zaps the leaf, whose pages then fault
-    /// again, as in KVM before KVM split in place.
+    /// Whether an execution fault splits a huge leaf in place. Off: the fault zaps the leaf, and all its pages fault
+    /// again, as in KVM before it could split in place.
     nx_huge_pages_split NxHugePagesSplit: Switch = Switch::On;
-    /// Each recovery zaps one of this many tables that exist because of NX; 0: it zaps none.
+    /// Each recovery of huge pages zaps 1/value of the tables that exist only because `nx_huge_pages` forbids a huge
+    /// leaf; 0: it zaps none.
     nx_huge_pages_recovery_ratio NxHugePagesRecoveryRatio: u32 = 60;
-    /// Milliseconds between two calls of [`Vm::recover_nx_huge_pages`](crate::Vm::recover_nx_huge_pages), which the
-    /// client makes; 0: never.
+    /// The interval, in milliseconds, at which the client should call
+    /// [`Vm::recover_nx_huge_pages`](crate::Vm::recover_nx_huge_pages); 0: never.
     nx_huge_pages_recovery_period_ms NxHugePagesRecoveryPeriodMs: u32 = 60_000;
-    /// Whether huge leaves are split when a slot begins to log dirty pages (or, with manual protection, when pages are
-    /// cleared). Off: each is split at the first write to it.
+    /// Whether huge leaves are split when a slot begins to log dirty pages (or, with KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+    /// when pages are cleared). Off: a huge leaf is split at the first write to it.
     eager_page_split EagerPageSplit: Switch = Switch::On;
-    /// Number of pages that an eager split works on before it lets other threads continue; rounded up to a multiple of
+    /// Number of pages after which an eager split pauses to let other threads continue; rounded up to a multiple of
     /// 512.
     eager_page_split_chunk EagerPageSplitChunk: u32 = 1 << 18;
-    /// The tables that an eager split enters.
+    /// Which tables an eager split reads in search of huge leaves.
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
-    /// The pages around a fault that the fault maps, too, if they are resident.
+    /// Which resident pages around a faulting page the fault also maps.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are detected. Logs to rings always use write protection. Write protection is the
-    /// default for two reasons. It needs no feature of the CPU, and logging starts without a visit of every leaf
-    /// (`hierarchical_protect`). With dirty bits and buffers, the start clears the dirty bit of every leaf.
-    /// [`DirtyLogMethod::Buffer`] saves the fault of each page's next write.
+    /// How writes to logged slots are detected. Logs to dirty rings always use write protection. It is the default for
+    /// two reasons: it needs no feature of the CPU, and logging can start without visiting every leaf
+    /// (`hierarchical_protect`). The other methods must clear the dirty bit of every leaf when logging starts, but save
+    /// the write fault of each page.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
-    /// How a range is write-protected for its dirty log. On: by the entries above the range's tables. These are the
+    /// How a range is write-protected for its dirty log. On: through the entries that refer to the range's tables: the
     /// highest entries that cover only frames of the range (EPT), or one entry for each 2 MiB (NPT). The first write
-    /// below such an entry then protects the leaves of its table. Off: every leaf is protected at once. For
-    /// [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and
-    /// [`DirtyLogMethod::WriteProtect`].
+    /// below such an entry then protects the leaves of the table. Off: every leaf is protected at once. The policy has
+    /// an effect only with [`MmuKind::Tdp`](crate::MmuKind), [`DirtyLogMethod::WriteProtect`], and formats whose
+    /// walkers check the right to write in entries that refer to tables.
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
-    /// Whether a page of a logged slot counts as dirty already when a read or fetch maps it. Such a page is mapped
+    /// Whether a page of a logged slot becomes dirty already when a read or fetch maps it. Such a page is mapped
     /// writable at once, so that a later write causes no fault. Off: only writes make pages dirty.
     dirty_log_reads DirtyLogReads: DirtyLogReads = DirtyLogReads::Auto;
 }
 
-/// Declares a policy's values in the order of their numbers, each with its word.
+/// Declares the values of a policy, in the order of the numbers that represent them, each with its word on command
+/// lines.
 macro_rules! words {
     ($(#[$doc:meta])* $Type:ident, $expected:literal: $($(#[$value_doc:meta])* $Value:ident = $word:literal,)*) => {
         $(#[$doc])*
@@ -216,33 +219,33 @@ macro_rules! words {
 }
 
 words! {
-    /// The tables that an eager split enters.
+    /// Which tables an eager split reads in search of huge leaves.
     SplitWalk, "full-walk, skip-last-level, default":
-    /// All tables, including those that the split has just made.
+    /// All tables, including tables that the split has just made.
     Full = "full-walk",
     /// All tables except those of level 1.
     SkipLastLevel = "skip-last-level",
-    /// All tables except those of level 1, and those of level 2 without a huge leaf.
+    /// All tables except those of level 1, and tables of level 2 that have no huge leaf.
     Default = "default",
 }
 
 words! {
     /// The method by which writes to logged slots are detected.
     DirtyLogMethod, "write-protect, dirty-bit, buffer":
-    /// A page is write-protected until a write to it was noted.
+    /// A page is write-protected until the write fault of the first write to it has recorded it.
     WriteProtect = "write-protect",
     /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
-    /// Like [`Self::DirtyBit`], but the walker also writes to a buffer the page of each dirty bit that it sets
-    /// (Intel's PML, Arm's HDBSS). So a harvest reads only the leaves of these pages
-    /// ([`Vm::drain`](crate::Vm::drain)). Not for shadow pages.
+    /// Like [`Self::DirtyBit`], but the walker also writes to a buffer the page of each dirty bit that it sets (Intel's
+    /// PML, Arm's HDBSS). So a harvest reads only the leaves of these pages ([`Vm::drain`](crate::Vm::drain)). Not used
+    /// for shadow pages.
     Buffer = "buffer",
 }
 
 words! {
-    /// Whether reads of logged slots are logged.
+    /// Whether pages of logged slots are logged when the guest reads them.
     DirtyLogReads, "auto, on, off":
-    /// Reads are logged as KVM logs them on the machine of this walker ([`Format::LOGS_READS`]).
+    /// Reads are logged if KVM logs them on the architecture of this format ([`Format::LOGS_READS`]).
     Auto = "auto",
     /// Reads are logged.
     On = "on",
@@ -287,7 +290,7 @@ impl fmt::Display for Switch {
 impl Value for Switch {
     const EXPECTED: &'static str = "on, off";
 
-    /// Accepts also the words that Linux accepts for a module parameter.
+    /// Also accepts the words that Linux accepts for a boolean module parameter.
     fn parse(text: &str) -> Option<Self> {
         match text {
             "0" | "off" | "N" | "n" => Some(Switch::Off),
@@ -321,15 +324,16 @@ impl Value for u32 {
     }
 }
 
-/// The range of pages that a fault prefetches.
+/// Which pages around a faulting page the fault also maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefetch {
     /// A fault maps only its own page.
     Off,
-    /// A fault maps the aligned window of this many pages, rounded down to a power of two, at most 512.
+    /// A fault maps the aligned window of this many pages around its own page. The number is rounded down to a power of
+    /// two, at most 512.
     Window(u16),
-    /// A fault maps a window that adapts to the vCPU's accesses: closed where the accesses are scattered, and up to 512
-    /// pages where they are close together.
+    /// A fault maps a window whose size adapts to the vCPU's accesses: only the page itself if the accesses are
+    /// scattered, and up to 512 pages if they are close together.
     Adaptive,
 }
 
@@ -337,7 +341,7 @@ impl Prefetch {
     /// The largest number of pages in a window: the pages of one table.
     const MOST: u16 = 512;
 
-    /// Returns the number of pages of a window of constant size, a power of two; 1 without a window.
+    /// Returns the size of a [`Prefetch::Window`] in pages: `pages` rounded down to a power of two, from 1 to 512.
     pub(crate) fn window(pages: u16) -> u64 {
         1 << pages.clamp(1, Self::MOST).ilog2()
     }
@@ -400,13 +404,13 @@ impl AtomicPolicy {
     }
 }
 
-/// The reason why the words of a command line are not a valid [`Setting`].
+/// The reason why two words of a command line are not a valid [`Setting`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyError {
     /// There is no policy with this name. [`Policy::iter`] returns all policies.
     NoSuchPolicy,
-    /// The policy does not have this value. Contains a list of the values that it has.
+    /// The policy cannot have this value. Contains a list of the values that it can have.
     BadValue(&'static str),
 }
 

@@ -1,32 +1,33 @@
-//! VMIDs, ASIDs, VPIDs: the numbers by which a TLB distinguishes guests.
+//! Allocates VMIDs, ASIDs or VPIDs: the numbers by which a TLB distinguishes guests.
 //!
-//! A VMID has 8 to 16 bits, and a host may have more VMs. So numbers are handed out in *generations*, as Linux does for
-//! arm64 (`vmid.c`): a VM keeps its number as long as the generation lasts. When no number is left, the next generation
-//! begins, with all numbers except those of guests that are running at that time. Each CPU flushes its TLB before it
-//! enters its first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
+//! A VMID has 8 to 16 bits, and a host may have more VMs. So the allocator gives out numbers in *generations*, as Linux
+//! does for arm64 (`vmid.c`). A VM keeps its number during a generation. When no number is free, the next generation
+//! begins, and all numbers are free again except those of guests that are running then. Each CPU flushes its TLB before
+//! it enters its first guest of the new generation. A VM that ends does not give its number back, and needs no flush.
 //!
 //! # Concurrency
-//! Who may write what:
-//! * [`Vmid::tag`] (number and generation), [`VmidAllocator::generation`] and [`Cpu::flushed`] are
-//!   written with the lock held;
-//! * [`Cpu::active`] is written by its own CPU without the lock: the tag of the guest it enters, or [`IDLE`]; and by
-//!   the thread that begins a generation, with the lock held: [`ROLLED`].
+//! Each word may be written as follows:
+//! * [`Vmid::tag`] (number and generation), [`VmidAllocator::generation`] and [`Cpu::flushed`] only by a thread that
+//!   holds the lock;
+//! * [`Cpu::active`]: by its own CPU, without the lock, which stores the tag of the guest that it enters, or [`IDLE`];
+//!   and by the thread that begins a generation, with the lock, which stores [`ROLLED`].
 //!
 //! *Two running guests have different numbers.* A CPU enters with the tag that it has read, by exchanging `active` for
-//! the tag. The exchange succeeds only if no generation has begun since the CPU read `active`. A thread that begins a
-//! generation exchanges the same word for `ROLLED`. If it does so before the CPU, the CPU's exchange fails, and the CPU
-//! takes the lock. If it does so after the CPU, it finds the tag, and reserves the tag's number for that VM until a
-//! later generation begins and the CPU has left. A CPU that leaves replaces `ROLLED`, which synchronizes with the
-//! thread that stored it: the CPU's next entry sees the new generation.
+//! the tag. (A *tag* is a number and its generation.) The exchange succeeds only if no generation has begun since the
+//! CPU read `active`. A thread that begins a generation exchanges the same word for `ROLLED`. If that thread's exchange
+//! is first, the CPU's exchange fails, and the CPU takes the lock. If the CPU's exchange is first, the thread finds the
+//! CPU's tag in `active`, and reserves the tag's number for the VM until the CPU has left the guest and a later
+//! generation begins. A CPU that leaves replaces `ROLLED`, which synchronizes with the thread that stored it: the CPU's
+//! next entry sees the new generation.
 //!
 //! *No TLB has entries of a number's earlier VM.* A number is given to another VM only in a new generation. `flushed`
-//! is the generation for which the CPU has last flushed. If it is not the current generation, the CPU's next entry
-//! takes the lock, and tells the CPU to flush.
+//! is the generation in which the CPU last flushed. If this is not the current generation, the CPU's next call of
+//! `enter` takes the lock, and tells the CPU to flush.
 //!
-//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] each have a fence. A thread
-//! changes a table and then reads the number. Either the thread sees the number under which a CPU has entered, or it
-//! made the change before that CPU's fence, and the CPU's walker sees the change. Entries under a number that the VM
-//! has lost are only on CPUs that flush before they enter any guest.
+//! *A flush by number misses nothing.* A thread that flushes has changed a table before, and then reads the VM's
+//! number. [`Vmid::number`] and [`VmidAllocator::enter`] each have a fence. So either the thread sees the number under
+//! which a CPU has entered, or that CPU's walker sees the changed table. If the VM had another number in an earlier
+//! generation, only CPUs that will flush before they enter any guest have TLB entries under that number.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -37,12 +38,12 @@ use crate::heap::OutOfMemory;
 use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence};
 
-/// Bits of a number in a tag. The generation is in the 48 bits above. With 48 bits, a new generation could begin each
-/// microsecond for nine years.
+/// Number of bits of a tag that contain the number. The other 48 bits contain the generation: they suffice for a new
+/// generation each microsecond for nine years.
 const NUMBER_BITS: u32 = 16;
 /// The value of [`Cpu::active`] while the CPU is in no guest. As a tag it has generation 0, which no VM has.
 const IDLE: u64 = 1;
-/// The value of [`Cpu::active`] after a generation has begun, until the CPU's next entry or exit.
+/// The value of [`Cpu::active`] after another thread has begun a generation, until the CPU's next entry or exit.
 const ROLLED: u64 = 0;
 
 const fn number(tag: u64) -> u16 {
@@ -53,11 +54,11 @@ const fn generation(tag: u64) -> u64 {
     tag >> NUMBER_BITS
 }
 
-/// A VM's number, and the number's generation. Before the VM is first entered, it has no number.
+/// A VM's number (VMID, ASID or VPID), and the number's generation. A VM has no number before a CPU first enters it.
 ///
-/// Use one for each VM if only second-level translations are tagged with it, or if a CPU flushes its TLB when it
-/// changes to another vCPU of the same VM. If only this number tags the guest's own translations (SVM's ASID, VMX's
-/// VPID), use one for each vCPU.
+/// Use one `Vmid` for each VM if only second-level translations are tagged with its number, or if a CPU flushes its TLB
+/// when it changes to another vCPU of the same VM. Use one `Vmid` for each vCPU if the guest's own translations are
+/// tagged only with this number (SVM's ASID, VMX's VPID).
 pub struct Vmid {
     tag: AtomicU64,
 }
@@ -74,11 +75,11 @@ impl Vmid {
 }
 
 impl Vmid {
-    /// Returns the number of the VM's TLB entries, for [`Platform::flush`](crate::Platform::flush) on a machine that
-    /// flushes by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
+    /// Returns the number with which the VM's TLB entries are tagged, for [`Platform::flush`](crate::Platform::flush)
+    /// on a machine that flushes by number. `None`: no CPU has entered the VM yet, so no TLB has entries of the VM.
     ///
-    /// If a CPU later enters the VM under another number, its walker sees everything that the caller stored before this
-    /// call, especially tables.
+    /// If a CPU later enters the VM under another number, the CPU's walker sees everything that the caller stored
+    /// before this call, in particular changes of tables.
     pub fn number(&self) -> Option<u16> {
         fence(SeqCst);
         let tag = self.tag.load(Relaxed);
@@ -101,10 +102,10 @@ impl fmt::Debug for Vmid {
 /// The reason why a [`VmidAllocator`] cannot be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmidError {
-    /// There are at most as many numbers as CPUs. Such a machine must flush whenever a CPU enters another VM than
-    /// before.
+    /// The machine does not have more numbers than CPUs. Such a machine must flush whenever a CPU enters another VM
+    /// than the last time.
     TooFew,
-    /// No heap memory for the bitmap.
+    /// There was no heap memory for the allocator.
     OutOfMemory,
 }
 
@@ -154,21 +155,22 @@ pub struct VmidAllocator {
     numbers: SpinLock<Numbers>,
 }
 
-/// The words that a CPU writes at each entry, in a cache line of their own.
+/// The words that a CPU reads or writes at each entry, in a cache line of their own.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Cpu {
-    /// The tag of the guest that the CPU is in, [`IDLE`] or [`ROLLED`].
+    /// The tag of the guest that the CPU runs, or [`IDLE`], or [`ROLLED`].
     active: AtomicU64,
-    /// The generation for which the CPU has last flushed.
+    /// The generation in which the CPU last flushed its TLB.
     flushed: AtomicU64,
 }
 
-/// The numbers of the current generation.
+/// The state of the current generation's numbers.
 struct Numbers {
     /// A bit for each number, set if a VM has the number. The bit of number 0 is always set.
     taken: Box<[u64]>,
-    /// For each CPU, the tag of the guest in which the CPU was when the generation began, or a tag of generation 0.
+    /// For each CPU, the tag of the guest that the CPU ran when the generation began, or, if it ran none, a tag of
+    /// generation 0.
     reserved: Box<[u64]>,
     /// No number below this one is free.
     next: usize,
@@ -177,7 +179,7 @@ struct Numbers {
 }
 
 impl VmidAllocator {
-    /// Makes an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. Number 0 is never given out: it
+    /// Makes an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. Number 0 is never given to a VM: it
     /// belongs to the host (SVM, VMX, and KVM on Arm).
     ///
     /// No CPU may have TLB entries of these numbers.
@@ -205,13 +207,15 @@ impl VmidAllocator {
     }
 
     /// Call on CPU `cpu`, counted from 0, before it enters a guest of the VM, and drop the returned guard after the
-    /// exit. In between, the CPU must not call this again: mask interrupts, or enter no VM in their handlers.
+    /// exit. Until then, the CPU must not call `enter` again: mask interrupts, or do not enter a VM in interrupt
+    /// handlers.
     ///
-    /// Takes a lock if the VM has no number of this generation, or the CPU has to flush. The lock is held for a few
-    /// instructions. A CPU that begins a generation holds it longer, while it clears the bitmap and checks all CPUs.
+    /// Takes a lock if the VM has no number of the current generation, or the CPU has to flush. The lock is held for a
+    /// few instructions. A CPU that begins a generation holds it longer, while it clears the bitmap and checks all
+    /// CPUs.
     ///
     /// # Panics
-    /// If there is no such CPU.
+    /// If `cpu` is not below the number of CPUs ([`Self::new`]).
     #[inline]
     pub fn enter<'a>(&'a self, cpu: usize, vmid: &Vmid) -> RunningVmid<'a> {
         let cpu = &self.cpus[cpu];
@@ -255,15 +259,15 @@ impl VmidAllocator {
         }
     }
 
-    /// Returns a tag for a VM that had the tag `old`. Its generation is the current one, or a new one that this call
-    /// begins.
+    /// Returns a tag for a VM that had the tag `old`. If no number is free, begins a new generation. The returned tag
+    /// is of the current generation.
     fn assign(&self, numbers: &mut Numbers, old: u64) -> u64 {
         let current =
             |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
-        // At most two rounds: there are more numbers than CPUs, so a new generation has a free number.
+        // At most two rounds: a new generation has a free number, because there are more numbers than CPUs.
         loop {
-            // A VM that runs on another CPU has the same number on both CPUs. A VM that does not run also keeps its
-            // number, if that number is free.
+            // A VM that runs on another CPU keeps the number that it has there. Any other VM also keeps its old number,
+            // if that number is free.
             if generation(old) != 0 {
                 let new = current(number(old));
                 if numbers.renew(old, new) || numbers.take(number(old)) {
@@ -282,7 +286,8 @@ impl VmidAllocator {
         self.generation.store(next, Relaxed);
         numbers.free_all();
         for (index, cpu) in self.cpus.iter().enumerate() {
-            // If a generation has begun since this CPU entered its guest, that guest's number is already reserved.
+            // `ROLLED`: an earlier generation has already begun while this CPU ran its guest, so `reserved` has the
+            // tag.
             match cpu.active.swap(ROLLED, AcqRel) {
                 ROLLED => {}
                 active => numbers.reserved[index] = active,
@@ -313,7 +318,7 @@ impl Numbers {
         self.next = 1;
     }
 
-    /// Takes `number`. Returns `false` if it was already taken.
+    /// Marks `number` as taken. Returns `false` if it was already taken.
     fn take(&mut self, number: u16) -> bool {
         let (word, bit) = (usize::from(number) / 64, 1 << (number % 64));
         let free = self.taken[word] & bit == 0;
@@ -321,7 +326,7 @@ impl Numbers {
         free
     }
 
-    /// Takes the lowest free number. `None`: no number is free.
+    /// Takes and returns the lowest free number. `None`: no number is free.
     fn take_any(&mut self) -> Option<u16> {
         let from = self.next / 64;
         let free = (self.taken[from..].iter()).position(|word| *word != u64::MAX);
@@ -339,7 +344,7 @@ impl Numbers {
         Some(number)
     }
 
-    /// Replaces all reservations of `old` by `new`. Returns whether there were any.
+    /// Replaces all reservations of `old` by `new`. Returns whether a CPU had reserved `old`.
     fn renew(&mut self, old: u64, new: u64) -> bool {
         let mut found = false;
         for reserved in self.reserved.iter_mut().filter(|tag| **tag == old) {
@@ -372,8 +377,8 @@ impl RunningVmid<'_> {
         self.number
     }
 
-    /// Whether the CPU must flush the translations of all guests from its TLB before it enters the guest. A CPU that
-    /// shares its TLB with others flushes those of all these CPUs.
+    /// Whether the CPU must flush the translations of all guests from its TLB before it enters the guest. If CPUs share
+    /// a TLB, the flush must cover the translations of all these CPUs.
     #[inline]
     pub fn must_flush(&self) -> bool {
         self.must_flush
@@ -383,7 +388,7 @@ impl RunningVmid<'_> {
 impl Drop for RunningVmid<'_> {
     #[inline]
     fn drop(&mut self) {
-        // Acquire: if it replaces `ROLLED`, the next entry sees the new generation.
+        // Acquire: if this replaces `ROLLED`, the CPU's next entry sees the new generation.
         self.cpu.active.swap(IDLE, AcqRel);
     }
 }
@@ -408,8 +413,8 @@ mod tests {
     use std::collections::BTreeMap;
     use std::vec::Vec;
 
-    /// A CPU whose TLB has an entry for each number: the VM of the number, and the version of the VM's tables that the
-    /// TLB entry was loaded from.
+    /// A model of a CPU. Its TLB has at most one entry per number: the VM for which the entry was loaded, and the
+    /// version of the VM's tables at that time.
     #[derive(Default)]
     struct Cpu<'a> {
         tlb: BTreeMap<u16, (usize, u64)>,
@@ -432,8 +437,8 @@ mod tests {
             }
         }
 
-        /// If `cpu` is in no guest, enters `vm`. If it is in the guest `vm`, that guest runs for a while. Otherwise its
-        /// guest exits.
+        /// If `cpu` is in no guest, enters `vm`. If it is in the guest `vm`, that guest makes an access. If it is in
+        /// another guest, that guest exits.
         fn run(&mut self, cpu: usize, vm: usize) {
             match &self.cpus[cpu].guest {
                 None => {
@@ -493,7 +498,7 @@ mod tests {
                 match random(8) {
                     0 => machine.change(random(vms)),
                     _ if cpus == 0 => {}
-                    // VMs with low numbers run more often, so that they live through several generations.
+                    // VMs with low indexes run more often, so that some VMs run in many generations.
                     1..4 => machine.run(random(cpus), random(1 + vms / 8)),
                     _ => machine.run(random(cpus), random(vms)),
                 }
@@ -515,7 +520,7 @@ mod tests {
                 assert!(!running.must_flush());
             }
         }
-        // One VM more: the next generation, with one flush on each CPU.
+        // One more VM than there are numbers: the next generation begins, and each CPU flushes once.
         let one_more = Vmid::new();
         assert!(vmids.enter(0, &one_more).must_flush());
         assert!(!vmids.enter(0, &vms[7]).must_flush());

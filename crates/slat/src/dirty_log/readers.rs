@@ -1,22 +1,23 @@
-//! What the readers of one log have not seen yet.
+//! For each reader of a dirty log: the marks that the reader has not seen yet.
 //!
-//! Writes are marked in the log's own bitmap, once, whatever the number of readers. The reader that harvests the log
-//! takes the marks from that bitmap, and adds each to what every other reader has *pending*. So a write costs the same
-//! as with one reader, and a harvest costs a few instructions more for each other reader and each word of 64 pages that
-//! has a mark. A reader's *epoch* contains the pages that the reader is working on: they are pending no more, but
-//! become so again if the epoch is aborted.
+//! A write is marked once, in the log's own bitmap, whatever the number of readers. A reader that harvests the log
+//! removes the marks from that bitmap, and adds each of them to the *pending* marks of every other reader. So a write
+//! costs the same as with one reader. A harvest costs a few more instructions per other reader for each bitmap word (64
+//! pages) that has a mark. A reader's *epoch* contains the pages that the reader has harvested and is working on. They
+//! are not pending, but become pending again if the epoch is aborted.
 //!
-//! KVM's bitmap, which the client reads by KVM_GET_DIRTY_LOG, is one of these readers ([`ReaderId::CLIENT`]). It has no
-//! epochs: a read ends what it began. A log that has no other reader has no [`ReaderMarks`] at all: then all marks of
-//! the log's bitmap are the client's.
+//! KVM's bitmap, which the client reads by KVM_GET_DIRTY_LOG, is one of these readers ([`ReaderId::CLIENT`]). The
+//! client has no epochs, because its reads cannot be aborted. A log that has no other reader has no [`ReaderMarks`] at
+//! all: then all marks of the log's bitmap are the client's.
 //!
 //! # Who changes what
-//! The list only grows, and each element has an owner, or is free for the next reader. Owners and bitmaps are read and
-//! written under the slot writers' lock of the log's address space, so their order is that of the lock. A harvest holds
-//! that lock from the moment when it takes a word until it has passed the word to all readers. So a change that copies
-//! the marks of a log to another ([`DirtyLog::copy_marks`]) finds each mark either in the log's own bitmap or with each
-//! reader. A harvest passes a mark on *before* it clears it: so [`DirtyLog::is_marked_for_client`], which holds no
-//! lock, finds the mark in one place or the other.
+//! The log's list of [`ReaderMarks`] only grows. Each element has an owner, or is free for the next reader. The slot
+//! writers' lock of the log's address space protects owners and bitmaps. A harvest holds this lock from when it takes a
+//! word of the log's bitmap until it has added the word's marks to all other readers' pending marks. So a change that
+//! copies the marks of a log to another ([`DirtyLog::copy_marks`]) finds each mark either in the log's own bitmap or
+//! with each reader. A harvest makes a mark pending for the other readers *before* it clears the mark in the log's
+//! bitmap. So [`DirtyLog::is_marked_for_client`], which holds no lock, finds the mark in the log's bitmap or in the
+//! client's pending marks.
 
 use alloc::vec::Vec;
 
@@ -30,18 +31,18 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 pub(crate) struct ReaderId(u64);
 
 impl ReaderId {
-    /// No reader: the marks are free for the next one.
+    /// No reader: a [`ReaderMarks`] with this owner is free for the next reader.
     const NONE: ReaderId = ReaderId(0);
     /// The client, which reads KVM's bitmap.
     pub(crate) const CLIENT: ReaderId = ReaderId(1);
 
-    /// Returns the id of the reader that is made after the one with this id.
+    /// Returns the id for the next reader that is made.
     pub(crate) fn next(self) -> Self {
         ReaderId(self.0 + 1)
     }
 }
 
-/// The pages of a log that one reader has not seen, or is working on.
+/// Two bitmaps for one reader of a log: the marked pages that the reader has not seen, and those that it is working on.
 pub(crate) struct ReaderMarks {
     owner: AtomicU64,
     /// The pages that other readers have harvested since this reader harvested last.
@@ -52,7 +53,7 @@ pub(crate) struct ReaderMarks {
 }
 
 impl ReaderMarks {
-    /// Makes marks for a log whose bitmap has `words` words, for `owner`.
+    /// Makes marks for the reader `owner` of a log whose bitmap has `words` words.
     fn new(owner: ReaderId, words: usize) -> Result<Self, OutOfMemory> {
         let epoch_words = if owner == ReaderId::CLIENT { 0 } else { words };
         Ok(ReaderMarks {
@@ -73,7 +74,7 @@ impl ReaderMarks {
         self.pending.iter().for_each(|it| it.store(word, Relaxed));
     }
 
-    /// Adds the pages of `marks` in word `index` to those that are pending.
+    /// Makes the pages `marks` of word `index` pending.
     #[inline]
     fn add(&self, index: usize, marks: u64) {
         let pending = &self.pending[index];
@@ -95,14 +96,14 @@ impl ReaderMarks {
         self.pending(page as usize / 64) >> (page % 64) & 1 != 0
     }
 
-    /// Removes the pages of `mask` in word `index` from those that are pending.
+    /// Removes the pages `mask` of word `index` from the pending pages.
     pub(crate) fn forget(&self, index: usize, mask: u64) {
         let pending = &self.pending[index];
         pending.store(pending.load(Relaxed) & !mask, Relaxed);
     }
 
-    /// Adds to the reader's epoch the pages of word `index` that are pending, and those of `taken`, which the reader
-    /// has just harvested.
+    /// Adds to the reader's epoch the pending pages of word `index`, and the pages `taken`, which the reader has just
+    /// harvested from the log's own bitmap.
     #[inline]
     pub(crate) fn begin(&self, index: usize, taken: u64) {
         let pending = self.pending[index].load(Relaxed);
@@ -141,12 +142,12 @@ impl ReaderMarks {
 }
 
 impl DirtyLog {
-    /// Returns the marks of all readers, also of those that are free.
+    /// Returns the marks of all readers, including those that have no owner.
     fn all_readers(&self) -> impl Iterator<Item = &ReaderMarks> {
         core::iter::successors(self.readers.get(), |marks| marks.next.get())
     }
 
-    /// Returns the marks of all readers. Call under the slot writers' lock.
+    /// Returns the marks that have an owner. Call under the slot writers' lock.
     pub(crate) fn readers(&self) -> impl Iterator<Item = &ReaderMarks> {
         self.all_readers()
             .filter(|marks| marks.owner() != ReaderId::NONE)
@@ -157,8 +158,9 @@ impl DirtyLog {
         self.all_readers().find(|marks| marks.owner() == id)
     }
 
-    /// Makes the log, which has a bitmap, keep marks for the reader `id`, and for the client. At first no page is
-    /// pending, or, if `all`, each page is. Call under the slot writers' lock.
+    /// Makes the log, which must have a bitmap, keep marks for the reader `id`, and for the client. For a reader that
+    /// is added, all pages are pending if `all`, otherwise none; for the client, none. Call under the slot writers'
+    /// lock.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -171,9 +173,10 @@ impl DirtyLog {
         Ok(())
     }
 
-    /// Returns marks for the reader `id`: free ones, or new ones at the end of the list.
+    /// Returns marks for the reader `id`: marks without owner, or new ones at the end of the list.
     fn marks_for(&self, id: ReaderId) -> Result<&ReaderMarks, OutOfMemory> {
-        // The client's marks have no bitmap for an epoch, so they are never free.
+        // The client's marks have no bitmap for an epoch, so they must not serve another reader; they always have an
+        // owner.
         if let Some(free) = self.reader(ReaderId::NONE) {
             free.owner.store(id.0, Relaxed);
             return Ok(free);
@@ -185,7 +188,8 @@ impl DirtyLog {
         end.get_or_make(|| heap::boxed(ReaderMarks::new(id, self.bits.len())?))
     }
 
-    /// Ends the marks of the reader `id`. Call under the slot writers' lock.
+    /// Ends the epoch of the reader `id`, and makes its marks free for another reader. Call under the slot writers'
+    /// lock.
     pub(crate) fn remove_reader(&self, id: ReaderId) {
         if let Some(marks) = self.reader(id) {
             marks.end_epoch(false);
@@ -193,8 +197,8 @@ impl DirtyLog {
         }
     }
 
-    /// Takes the marks of word `index` for the reader `by`, and passes them to all other readers. Call under the slot
-    /// writers' lock.
+    /// Removes the marks of word `index` from the log's bitmap and returns them, for the reader `by`. Makes them
+    /// pending for all other readers. Call under the slot writers' lock.
     #[inline]
     pub(crate) fn take_for(&self, index: usize, by: ReaderId) -> u64 {
         let word = &self.bits[index];
@@ -208,15 +212,15 @@ impl DirtyLog {
         taken
     }
 
-    /// Whether page `page` is marked, or pending for the client. Needs no lock.
+    /// Whether page `page` is marked in the log's bitmap, or pending for the client. Needs no lock.
     pub(crate) fn is_marked_for_client(&self, page: u64) -> bool {
-        // In this order: a mark is passed on before it is cleared.
+        // Read the log's bitmap first: a harvest makes a mark pending before it clears the mark in that bitmap.
         let client = || self.reader(ReaderId::CLIENT);
         self.is_marked(page) || client().is_some_and(|client| client.is_pending(page))
     }
 
-    /// Makes the pages of `taken` in word `index`, which the reader `by` has just taken from the log's bitmap, pending
-    /// for all other readers. Call under the slot writers' lock, which was held when `by` took them.
+    /// Makes the pages `taken` of word `index` pending for all readers but `by`, which takes them from the log's
+    /// bitmap. Call under the slot writers' lock, held since before `by` began to take them.
     #[inline]
     pub(crate) fn hand_on(&self, index: usize, taken: u64, by: ReaderId) {
         if taken != 0 {

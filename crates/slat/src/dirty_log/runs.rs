@@ -3,8 +3,8 @@
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::ops::Range;
 
-/// Returns the first run of set bits of `bits` in `range`. Joins runs with fewer than `min_gap` clear bits between
-/// them. The run has at most `most` bits, which is not 0.
+/// Returns the first run of set bits of `bits` in `range`. Runs with fewer than `min_gap` clear bits between them count
+/// as one run. The result has at most `most` bits; `most` is not 0.
 pub(crate) fn next_run(
     bits: &[AtomicU64],
     range: Range<u64>,
@@ -24,7 +24,7 @@ pub(crate) fn next_run(
     }
 }
 
-/// Returns the first bit in `range` that is set, or, if `flip` is all ones, the first one that is clear.
+/// Returns the first set bit in `range` if `flip` is 0, or the first clear bit if `flip` is all ones.
 fn find(bits: &[AtomicU64], range: Range<u64>, flip: u64) -> Option<u64> {
     if range.is_empty() {
         return None;
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
     use alloc::vec::Vec;
 
-    /// Returns the runs of `set` in 0..`len` by going from bit to bit.
+    /// Returns the runs of `set` in 0..`len`. Examines bit by bit.
     fn expected(set: &[u64], len: u64, min_gap: u64, most: u64) -> Vec<Range<u64>> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         for bit in set.iter().copied().filter(|bit| *bit < len) {
@@ -75,7 +75,7 @@ mod tests {
             |bit| bit.is_multiple_of(7) || bit % 11 < 4,
         ];
         for is_set in sets {
-            // Bits beyond the range are set, too.
+            // Bits after the range are set, too: `next_run` must ignore them.
             let set: Vec<u64> = (0..256).filter(|bit| *bit >= LEN || is_set(*bit)).collect();
             let word = |index| {
                 (set.iter().filter(|bit| **bit / 64 == index))

@@ -13,15 +13,16 @@ const A: u64 = 1 << 5;
 const D: u64 = 1 << 6;
 const PS: u64 = 1 << 7;
 const NX: u64 = 1 << 63;
-/// The rights that tables grant in tests of other things.
+/// The rights that tables grant in tests that are not about rights.
 const ALL: u64 = P | W | U;
 
-/// Guest memory with the entries of tables, by address; all other memory is 0.
+/// Guest memory that contains the table entries `entries`, by address. All other memory is 0.
 #[derive(Default)]
 struct Memory {
     entries: BTreeMap<u64, u64>,
     reads: Vec<(u64, usize)>,
-    /// (n, entry, value): before compare-exchange number n, the entry is set to the value, as if by another CPU.
+    /// `(n, address, value)`: just before compare-exchange number `n`, the entry at `address` is set to `value`, as if
+    /// by another CPU.
     interference: Option<(usize, u64, u64)>,
     exchanges: usize,
     /// The address of an entry that cannot be read.
@@ -85,10 +86,10 @@ fn shifts(mode: Mode) -> &'static [u32] {
     }
 }
 
-/// An address with a different index at each level.
+/// An address that has a different index at each level.
 const GVA: u64 = 0x00ab_4d32_c765_4321;
 
-/// Returns `GVA`, limited to the address bits of the mode.
+/// Returns `GVA`, limited to the address bits that `mode` translates.
 fn gva(mode: Mode) -> u64 {
     match mode {
         Mode::Bits32 { .. } | Mode::Pae => GVA & 0xffff_ffff,
@@ -97,7 +98,7 @@ fn gva(mode: Mode) -> u64 {
     }
 }
 
-/// Builds tables at 0x1000, 0x2000, … in which the walk for `GVA` ends at `leaf`, at `leaf_level`. Returns also the
+/// Builds tables at 0x1000, 0x2000, … in which the walk for `GVA` ends at `leaf`, at `leaf_level`. Also returns the
 /// addresses of the entries on the path, from the leaf up.
 fn build(mode: Mode, leaf_level: usize, leaf: u64, tables: u64) -> (Memory, Vec<u64>) {
     let shifts = shifts(mode);
@@ -113,7 +114,7 @@ fn build(mode: Mode, leaf_level: usize, leaf: u64, tables: u64) -> (Memory, Vec<
         let pointer = mode == Mode::Pae && level == 3;
         let entry = match level == leaf_level {
             true => leaf,
-            // PAE's pointers have no rights.
+            // Page-directory-pointer entries of PAE have no rights.
             false if pointer => (table + 0x1000) | P,
             false => (table + 0x1000) | tables,
         };
@@ -177,7 +178,7 @@ fn without_pse_the_size_bit_of_a_directory_entry_is_ignored() {
 
 #[test]
 fn a_4_mib_page_may_be_above_4_gib() {
-    // Bits 20:13 are bits 39:32 of the address.
+    // Bits 20:13 of the leaf are bits 39:32 of the page's address.
     let leaf = 0x0040_0000 | 0x12 << 13 | PS | ALL;
     let (mut memory, _) = build(PSE, 2, leaf, ALL);
     let result = walk(&mut memory, &paging(PSE), gva(PSE), Access::Read);
@@ -193,7 +194,8 @@ fn low_bits_of_cr3_that_are_no_address_bits_are_ignored() {
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, _) = build(mode, level, ALL | size_bit, ALL);
         let mut paging = paging(mode);
-        // PAE's pointer table is aligned to 32 bytes only.
+        // The low bits of CR3 are ignored: 5 bits with PAE, whose pointer table is aligned to 32 bytes, otherwise 12
+        // bits.
         paging.cr3 |= if mode == Mode::Pae { 0x1f } else { 0xfff };
         assert!(walk(&mut memory, &paging, gva(mode), Access::Read).is_ok());
     }
@@ -221,7 +223,7 @@ fn an_entry_that_is_not_present_faults_with_the_code_of_the_access() {
                     let result = walk(&mut memory, &paging, gva(mode), access);
                     assert_eq!(result, fault(who | what), "{mode:?} {access:?}");
                 }
-                // A fault sets no flags.
+                // A walk that faults sets no flags.
                 assert_eq!(memory.exchanges, 0);
             }
         }
@@ -324,8 +326,8 @@ fn supervisor_rights_follow_wp_smep_and_smap() {
 
 #[test]
 fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
-    // Mode, level of the leaf, entry counted from the leaf, and the reserved bits of that entry (SDM 3A, "reserved
-    // bits" of the entry formats), with 46 physical address bits.
+    // Each case: the mode, the leaf's level, which entry to test (0 is the leaf, 1 the entry above it, …), and its
+    // reserved bits by SDM 3A, if physical addresses have 46 bits.
     let above: u64 = 0x3f << 46;
     let pae_high = above | 0x7ff << 52;
     let cases = [
@@ -344,7 +346,7 @@ fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
     for (mode, level, entry, reserved) in cases {
         let size_bit = if level > 1 { PS } else { 0 };
         for bit in (0..64).map(|i| 1u64 << i).filter(|bit| reserved & bit != 0) {
-            // The page is not accessible to a user, either: reserved bits are reported first.
+            // The page is a supervisor's, and the access a user's. Nevertheless the fault must report the reserved bit.
             let (mut memory, at) = build(mode, level, P | size_bit, ALL);
             *memory.entries.get_mut(&at[entry]).unwrap() |= bit;
             let paging = GuestPaging {
@@ -356,7 +358,7 @@ fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
             assert_eq!(result, fault(code), "{mode:?} entry {entry} bit {bit:#x}");
         }
     }
-    // Not reserved: ignored bits, PAT of a large page, and all address bits below the width.
+    // These bits are not reserved: bits that the CPU ignores, and PAT in the entry of a large page.
     for (level, ignored) in [(1, 0x7ff << 52 | 0xe00 | PS), (2, 0x7ff << 52 | 1 << 12)] {
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, _) = build(Mode::Level4, level, ALL | size_bit | ignored, ALL);
@@ -464,7 +466,7 @@ fn accessed_is_set_on_the_path_and_dirty_on_the_leaf_of_a_write() {
                 .write
         );
         assert_eq!(marks(&memory), expected(A | D));
-        // All flags are set: no entry is written again.
+        // All flags are set now, so the next walk writes no entry.
         let exchanges = memory.exchanges;
         assert!(
             walk(&mut memory, &paging(mode), gva(mode), Access::Read)
@@ -479,7 +481,8 @@ fn accessed_is_set_on_the_path_and_dirty_on_the_leaf_of_a_write() {
 fn the_walk_starts_again_if_an_entry_changes_before_its_flags_are_set() {
     for n in 0..4 {
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
-        // Before the flags of the n-th entry are set, another CPU changes the leaf so that it maps another page.
+        // Before the walk sets the flags of entry `n` of the path, another CPU changes the leaf so that it maps another
+        // page.
         memory.interference = Some((n, at[0], 0x7000 | ALL));
         let result = walk(
             &mut memory,
@@ -489,7 +492,7 @@ fn the_walk_starts_again_if_an_entry_changes_before_its_flags_are_set() {
         );
         assert_eq!(result.unwrap().gpa, Gpa(0x7000), "interference at {n}");
         assert_eq!(memory.entries[&at[0]], 0x7000 | ALL | A | D);
-        // Before the flags of an entry are set, another CPU clears an entry that refers to a table.
+        // Before the walk sets the flags of an entry, another CPU clears an entry that refers to a table.
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
         memory.interference = Some((n.min(2), at[1], 0));
         let result = walk(
@@ -531,8 +534,8 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
     };
     let key_code = code::PRESENT | code::PROTECTION_KEY;
     let by_user = key_code | code::USER;
-    // The bit "access disabled" forbids reads and writes, but not fetches. It also applies to a supervisor, with CR0.WP
-    // set or clear.
+    // The bit "access disabled" forbids reads and writes, but not fetches. It applies to a supervisor, too, whether
+    // CR0.WP is set or clear.
     assert_eq!(
         ask(ALL, no_access, true, true, Access::Read),
         fault(by_user)
@@ -546,7 +549,8 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
         ask(ALL, no_access, false, false, Access::Read),
         fault(key_code)
     );
-    // Writes disabled: a supervisor's only with CR0.WP. A page that was read may not be written without another walk.
+    // The bit "write disabled" forbids a user's writes, and a supervisor's if CR0.WP is set. A walk for a read must
+    // return a page that is not writable.
     assert!(
         !ask(ALL | D, no_write, true, true, Access::Read)
             .unwrap()
@@ -565,10 +569,12 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
             .unwrap()
             .write
     );
-    // The key does not apply to supervisor pages, nor to pages with other keys.
+    // Key 0 is disabled: this affects neither supervisor pages nor pages with other keys. Here all keys but 0 are
+    // disabled in the second check.
     assert!(ask(P | W, no_access, false, true, Access::Write).is_ok());
     assert!(ask(ALL, !(no_access | no_write), true, true, Access::Write).is_ok());
-    // The bit is set even if another right is missing as well. It is not set for a page that is not present.
+    // The error code's protection-key bit is set even if another right is missing as well. It is clear if the page is
+    // not present.
     assert_eq!(
         ask(P | U, no_access, true, true, Access::Write),
         fault(by_user | code::WRITE)

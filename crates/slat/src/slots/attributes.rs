@@ -1,5 +1,5 @@
-//! Memory attributes: which guest frames are private. For a guest without private memory, each fault costs one
-//! comparison more.
+//! Memory attributes: which guest frames are private. If a guest has no private memory, this costs one comparison per
+//! fault.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -26,15 +26,15 @@ impl MemoryAttributes {
     }
 }
 
-/// The reason why attributes were not set. Nothing was changed.
+/// The reason why attributes were not set. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AttributesError {
-    /// Some bits are not attributes.
+    /// The value has bits that are not attributes.
     Unknown(MemoryAttributes),
     /// The range is empty, or reaches beyond the last frame that has a 64-bit address.
     BadRange,
-    /// The call can be repeated.
+    /// There was no memory. The caller may repeat the call.
     OutOfMemory,
 }
 
@@ -76,19 +76,19 @@ impl fmt::Display for AttributesError {
 
 impl core::error::Error for AttributesError {}
 
-/// The private frames, stored as an ascending list of boundaries: private memory begins and ends at alternate
-/// frames. Immutable, and part of a [`super::SlotSet`], so that a reader that looks up a slot sees the attributes of
-/// the same moment.
+/// The private frames, stored as an ascending list of boundaries: at the first, third, … boundary a private range
+/// begins, and at the second, fourth, … it ends. The list is immutable and part of a [`super::SlotSet`], so a reader
+/// that looks up a slot sees the slots and the attributes of the same moment.
 ///
-/// A look-up costs log2 of the number of boundaries. A change copies the boundaries: guests convert memory by the
-/// megabyte, and the flush of a change costs more than this copy.
+/// A look-up is a binary search. A change copies the whole list. This is cheap enough: guests convert memory in
+/// megabytes, and the TLB flush of a change costs more than the copy.
 #[derive(Clone, Default)]
 pub(crate) struct PrivateFrames(Option<Shared<Vec<Gfn>>>);
 
 impl PrivateFrames {
     pub(crate) const NONE: PrivateFrames = PrivateFrames(None);
 
-    /// Returns whether `gfn` is private, and the largest range around it with the same attribute.
+    /// Returns whether `gfn` is private, and the largest range around `gfn` that is private, or shared, like `gfn`.
     #[inline]
     pub(crate) fn around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
         match &self.0 {
@@ -97,7 +97,8 @@ impl PrivateFrames {
         }
     }
 
-    /// Returns the private frames after all frames in `range` were changed to `private`. `None`: nothing changes.
+    /// Returns a copy of the private frames in which all frames of `range` are private, or, unless `private`, shared.
+    /// `None`: they already are.
     pub(crate) fn with(
         &self,
         range: &Range<Gfn>,
@@ -140,7 +141,7 @@ mod tests {
     use super::*;
     use crate::slots::tests::Rng;
 
-    /// Compares every frame of a small memory with a plain list, through many changes.
+    /// Makes many changes to a small memory. After each, compares every frame with a plain list.
     #[test]
     fn frames_are_private_as_they_were_last_set() {
         const FRAMES: u64 = 48;

@@ -1,8 +1,9 @@
-//! Changes several memslots atomically: the client's requests, and their rules.
+//! Changes several memslots atomically: the client's requests, and the rules that they must follow.
 //!
-//! The rules are those of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), applied to the final
-//! state of the slots: a slot may overlap a slot that the same call deletes, moves or shrinks. KVM does not allow one
-//! call to change a slot's size or backing, because that would unmap memory in between. Here it is allowed.
+//! The rules are those of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), applied to the final state
+//! of the slots: a slot may overlap a slot that the same call deletes, moves or shrinks. KVM does not allow one call to
+//! change a slot's size or backing, because KVM would have to delete the slot first, and its memory would be unmapped
+//! for a moment. Here it is allowed.
 
 use alloc::vec::Vec;
 
@@ -15,15 +16,15 @@ use crate::heap::OutOfMemory;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// Creates the slot, or changes its address, size, backing, flags and rights, so that it is as the [`Region`]
-    /// says. A slot with private backing can only be created.
+    /// Creates the slot, or changes its address, size, backing, flags and rights, to those of the [`Region`]. If the
+    /// region has private backing, the slot must not exist yet.
     Set(Region),
     /// Deletes the slot with this id.
     Remove(u32),
 }
 
 impl Change {
-    /// Returns the id of the slot that this changes.
+    /// Returns the id of the slot that this change concerns.
     pub fn slot(&self) -> u32 {
         match self {
             Change::Set(region) => region.slot,
@@ -39,17 +40,17 @@ impl Change {
     }
 }
 
-/// Changes that were checked separately and together, but not against the existing slots.
+/// Changes that were checked, each alone and all against each other, but not against the existing slots.
 pub(crate) struct Batch<'a> {
     changes: &'a [Change],
     granule: Granule,
-    /// The ids of the slots that they change, in ascending order.
+    /// The ids of the slots that the changes concern, in ascending order.
     ids: Vec<u32>,
 }
 
 impl<'a> Batch<'a> {
-    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The caller holds no
-    /// lock.
+    /// Checks `changes`, for tables of `granule`, against the rules for which the existing slots need not be known. The
+    /// caller holds no lock.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -115,8 +116,8 @@ fn collected<T>(items: impl Iterator<Item = T> + Clone) -> Result<Vec<T>, OutOfM
     Ok(all)
 }
 
-/// Returns a region that shares a page with another region, and the id of the other. Each region is given with the
-/// address of its first page, and no range wraps around.
+/// Returns one of two regions that share a page, and the slot id of the other. `None` if no two regions share a page.
+/// Each element is the address of a region's first page, and the region; no range wraps around.
 fn overlap(regions: &mut [(u64, &Region)]) -> Option<(Region, u32)> {
     regions.sort_unstable_by_key(|(start, region)| (*start, region.slot));
     let mut pairs = regions.windows(2);

@@ -1,6 +1,6 @@
-//! The writer's table of slots by id. Ids are small numbers, which most clients count up from 0. The table consists of
-//! pages. The first page always exists. Each other page is allocated when a slot first needs it. For a client that uses
-//! only the id 32,763, a single array would cost 1.3 MB; the pages cost 10 KiB.
+//! The writer's table of slots by id. Most clients number their slots from 0 up. The table consists of pages. The first
+//! page always exists. Each other page is allocated when a slot first needs it. For a client that uses only the id
+//! 32,763, a single array would cost 1.3 MB; the pages cost 10 KiB.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;

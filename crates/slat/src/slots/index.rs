@@ -1,13 +1,14 @@
-//! An index of memslots: all slots or some, sorted by one key.
+//! An index of memslots, sorted by one key. An index contains all slots, or only those that have this key.
 //!
-//! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up bisects
-//! the directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (with a second bisection, 120 to 150 ns).
-//! A change moves the slots of one leaf. If it splits or merges a leaf, it also moves directory entries, of which there
-//! are 1,000 to 2,000 for 32,764 slots. Deleting one of these slots, or creating it again, takes 0.5 µs. If each change
-//! copied an array of all slots, it would take 30 µs.
+//! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up finds the
+//! leaf by a binary search in the directory, and the slot in the leaf by interpolation. Among 32,764 slots it takes 80
+//! to 100 ns (with a second binary search instead, 120 to 150 ns). A change moves slots within one leaf in memory. If
+//! it splits or merges a leaf, it also moves directory entries: for 32,764 slots the directory has 1,000 to 2,000 of
+//! them. Deleting one of these slots, or creating it again, takes 0.5 µs. If each change copied an array of all slots,
+//! it would take 30 µs.
 //!
-//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled in
-//! advance for all edits of a change, so no edit fails.
+//! An insertion may need a leaf or a larger directory. Their memory comes from a [`Spare`]. [`Spare::fill`] allocates
+//! it in advance for all edits of a change, so no edit fails.
 
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -24,19 +25,20 @@ const LOW: usize = LEAF / 4;
 /// The number of leaves of the smallest directory.
 const DIRECTORY: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// Page numbers of all orders are below this.
+/// All page numbers are below this limit, whatever the order.
 pub(super) const PAGES: u64 = (1 << 48) - 1;
 
-/// An order of slots.
+/// A sort order of slots, and the address space whose addresses are the keys.
 pub(super) trait Order {
-    /// Returns the number of the slot's first page in the address space of the order, below [`PAGES`]. Guest frames are
-    /// numbered by the granule of the tables. Backing pages have 4 KiB, which divides every granule.
+    /// Returns the number of the slot's first page in the address space of the order. It is below [`PAGES`]. Guest
+    /// frames are numbered by the granule of the tables. Backing pages have 4 KiB, which divides every granule.
     fn page(slot: &Memslot) -> u64;
 
     /// Returns the number of pages of the slot, in the address space of the order.
     fn pages(slot: &Memslot) -> u64;
 
-    /// Returns the sort key. Slots may share pages of their backing: the id makes the key unique.
+    /// Returns the sort key. It contains the slot's id, because slots may share pages of their backing: so the key is
+    /// unique.
     fn key(slot: &Memslot) -> u64 {
         debug_assert!(Self::page(slot) < PAGES && slot.id() >> 16 == 0);
         Self::page(slot) << 16 | u64::from(slot.id())
@@ -91,11 +93,12 @@ impl Order for ByPrivate {
 struct Leaf {
     /// The key of the first slot.
     first: u64,
-    /// The largest end of the slots.
+    /// The largest [`Order::end`] of the slots.
     end: u64,
-    /// The largest end of the slots of this leaf and of all leaves before it.
+    /// The largest [`Order::end`] of the slots of this leaf and of all leaves before it.
     reach: u64,
-    /// The slots in ascending order, in memory for [`LEAF`] slots. Not empty if there are other leaves.
+    /// The slots in ascending order, in memory that is allocated for [`LEAF`] slots. An index with several leaves has
+    /// no empty leaf.
     slots: Vec<Memslot>,
 }
 
@@ -128,7 +131,7 @@ impl Leaf {
     #[inline]
     fn rank<O: Order>(&self, key: u64) -> usize {
         match self.slots.last() {
-            // Slots are often added in ascending order.
+            // Fast path: slots are often added in ascending order.
             Some(last) if O::key(last) < key => self.slots.len(),
             _ => self.slots.partition_point(|slot| O::key(slot) < key),
         }
@@ -140,16 +143,16 @@ impl Leaf {
     }
 }
 
-/// Memory for the next edits of an index, for each of two equal sets.
+/// Memory that is allocated in advance for edits of an index in both slot sets.
 pub(super) struct Spare {
     leaves: Vec<Vec<Memslot>>,
     directories: [Option<Directory>; 2],
 }
 
-/// Memory for a larger directory of an index's leaves.
+/// Memory for a larger directory of an index.
 struct Directory {
-    /// The number of leaves for which the memory was allocated. The allocator may have given more memory, but perhaps
-    /// only to one of the two sets.
+    /// The number of leaves for which the memory was allocated. The vector's own capacity is not used: the allocator
+    /// may have rounded it up for only one of the two sets.
     capacity: usize,
     leaves: Vec<Leaf>,
 }
@@ -160,8 +163,8 @@ impl Spare {
         directories: [None, None],
     };
 
-    /// Allocates the memory that `edits` need in two indexes like `index`. Each edit removes a slot or none, and adds a
-    /// slot or none.
+    /// Allocates the memory that `edits` need in both sets' copies of `index`. Each edit is the slot to remove, if any,
+    /// and the slot to add, if any.
     pub(super) fn fill<'m, O: Order>(
         &mut self,
         index: &Index<O>,
@@ -191,7 +194,7 @@ impl Spare {
         Ok(())
     }
 
-    /// Frees the memory that an edit of several slots has not used. Call after both sets have the edit.
+    /// Frees leaves that the edits of a change have not used. Call after both sets have been edited.
     pub(super) fn trim(&mut self) {
         const KEPT: usize = 2;
         if self.leaves.len() > KEPT {
@@ -210,7 +213,7 @@ fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
 pub(super) struct Index<O> {
     /// The leaves in ascending order of [`Leaf::first`]. There is at least one leaf.
     leaves: Vec<Leaf>,
-    /// The number of leaves for which the directory has memory: the same in two equal sets.
+    /// The number of leaves for which the directory has memory. It is the same in both sets.
     directory: usize,
     order: PhantomData<O>,
 }
@@ -221,11 +224,12 @@ impl Index<ByGfn> {
     pub(super) fn find(&self, page: u64) -> Option<&Memslot> {
         let begun = self.leaves.partition_point(|leaf| leaf.first >> 16 <= page);
         let leaf = self.leaves.get(begun.wrapping_sub(1))?;
-        // No two of these slots share a page, so the last slot has the largest end.
+        // In the order by guest frame, slots do not share pages, so the last slot of the leaf has the largest end.
         if leaf.end <= page {
             return None;
         }
-        // Slots of equal size and distance are found at once, others after a few steps.
+        // Interpolate. If all slots have the same size and distance, the first guess is right; otherwise a few steps
+        // follow.
         let first = leaf.first >> 16;
         let part = (page - first) * leaf.slots.len() as u64 / (leaf.end - first);
         let mut at = part as usize;
@@ -258,7 +262,7 @@ impl<O: Order> Index<O> {
     }
 
     /// Calls `visit` for every slot with a page in `range`, in the order of keys, until `visit` returns `false`.
-    /// Returns whether all were visited.
+    /// Returns whether all these slots were visited.
     pub(super) fn overlapping(
         &self,
         range: &Range<u64>,
@@ -281,8 +285,8 @@ impl<O: Order> Index<O> {
         })
     }
 
-    /// Removes `old`, if given, and adds `new`, if given. `old` is in the index. The key of `new` is not, unless `old`
-    /// has the same key. `spare` was filled for both.
+    /// Removes `old`, if given, and adds `new`, if given. `old` must be in the index. No other slot in the index may
+    /// have the key of `new`. `spare` was [filled](Spare::fill) for this edit.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -303,7 +307,7 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Returns the index of the leaf that contains the slot with the key `key`, if there is such a slot.
+    /// Returns the index of the leaf that contains the slot with the key `key`, if the index has such a slot.
     fn leaf_of(&self, key: u64) -> usize {
         let begun = self.leaves.partition_point(|leaf| leaf.first <= key);
         begun.saturating_sub(1)
@@ -329,19 +333,20 @@ impl<O: Order> Index<O> {
             return 0;
         };
         let Some(second) = edits.next() else {
-            // For this edit, the leaves are as they are now.
+            // Exactly one edit: it finds the leaves as they are now, so look whether it needs a split.
             let stays = |new: &Memslot| old.is_some_and(|old| self.common_leaf(old, new).is_some());
             let splits =
                 |new: &Memslot| !stays(new) && self.leaves[self.leaf_for(O::key(new))].is_full();
             return usize::from(new.is_some_and(splits));
         };
-        // Each later edit finds the leaves as changed by the edits before it.
+        // Several edits: later edits find leaves that earlier edits have changed, so count a split for each slot that
+        // is added.
         let others = edits.filter(|(_, new)| new.is_some()).count();
         others + usize::from(new.is_some()) + usize::from(second.1.is_some())
     }
 
-    /// Returns the index of the leaf that contains `old`, if `new` belongs to the same leaf: its key is the same or
-    /// similar.
+    /// Returns the index of the leaf that contains `old`, if `new` belongs to the same leaf because their keys are
+    /// close. Otherwise `None`.
     fn common_leaf(&self, old: &Memslot, new: &Memslot) -> Option<usize> {
         let [old, new] = [old, new].map(|slot| self.leaf_of(O::key(slot)));
         (old == new).then_some(old)
@@ -393,7 +398,7 @@ impl<O: Order> Index<O> {
         let leaf = &mut self.leaves[at];
         leaf.owned();
         let rank = leaf.rank::<O>(key);
-        // Slots are often added in ascending order: then leave this leaf full.
+        // If the new slot is the last, leave this leaf full: slots are often added in ascending order.
         let kept = if rank == LEAF { LEAF } else { LEAF / 2 };
         let mut moved = spare.leaves.pop().expect(filled);
         moved.extend(leaf.slots.drain(kept..));
@@ -421,14 +426,15 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for the slots of both and one
-    /// more.
+    /// Merges the leaf `at` with a neighbour, if there is a neighbour, and one leaf has space for the slots of both
+    /// leaves and one more slot.
     fn merge(&mut self, at: usize) {
         let left = at.saturating_sub(1);
         let Some([left, right]) = self.leaves.get_mut(left..left + 2) else {
             return;
         };
-        // If there are other leaves, no leaf may stay empty: a look-up would end in it.
+        // If there are other leaves, no leaf may be empty: a look-up in an empty leaf would not find the slot in the
+        // leaf before it.
         let is_empty = left.slots.is_empty() || right.slots.is_empty();
         if is_empty || left.slots.len() + right.slots.len() < LEAF {
             left.owned();
@@ -441,7 +447,7 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Call after changing the end of the leaf `at`.
+    /// Recomputes [`Leaf::reach`] from the leaf `at` on. Call after changing the end of the leaf `at`.
     fn update_reach(&mut self, at: usize) {
         let before = at.checked_sub(1).map(|before| &self.leaves[before]);
         let mut reach = before.map_or(0, |leaf| leaf.reach);

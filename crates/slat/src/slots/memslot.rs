@@ -11,11 +11,11 @@ use crate::format::MemoryType;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 
-/// One memslot. A change of flags or address makes a new one.
+/// One memslot. It is immutable: a change of the flags or the address makes a new `Memslot`.
 ///
-/// A slot is stored by value in the leaves of the indexes ([`super::index`]), two to a cache line. With pointers to
-/// slots on the heap, a look-up among 32,764 slots would take 260 ns instead of 80. A thread that uses a reference
-/// into a leaf is in a reader section or holds the writers' lock.
+/// A slot is stored by value in the leaves of the indexes ([`super::index`]), two to a cache line. If the leaves had
+/// pointers to slots on the heap, a look-up among 32,764 slots would take 260 ns instead of 80 ns. A thread that uses a
+/// reference into a leaf is in a reader section or holds the writers' lock.
 #[repr(C)]
 pub(crate) struct Memslot {
     base: Gfn,
@@ -24,20 +24,21 @@ pub(crate) struct Memslot {
     pages: u32,
     id: u16,
     traits: Traits,
-    /// Whether `extra` contains `private` (else `log`).
+    /// Whether `extra` contains `private`; if not, it contains `log`.
     has_private: bool,
     alive: Watch,
 }
 
-/// A field that only some slots have. No slot has both variants.
+/// A field that only some slots have. A slot with private backing never has a log.
 #[derive(Clone, Copy)]
 union Extra {
-    /// Owned by the slot's [`OwnedSlot`], which is dropped when neither set contains the slot any more.
+    /// The slot's dirty log. Its owner is the slot's [`OwnedSlot`], which is dropped when neither slot set contains the
+    /// slot any more.
     log: Option<Uncounted<DirtyLog>>,
     private: Hva,
 }
 
-/// Flags, rights, memory type and granule, in a byte.
+/// Flags, rights, memory type and granule of a slot, packed in a byte.
 #[derive(Clone, Copy)]
 struct Traits(u8);
 
@@ -78,12 +79,12 @@ impl Traits {
     }
 }
 
-/// The limits of the leaves of a slot, whatever the host allows.
+/// Limits that a slot sets for the leaves that map it, even if the host allows more.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
     /// The most rights that a leaf may have.
     pub(crate) rights: Rights,
-    /// The cache type of the memory, unless the host's type caches less.
+    /// The cache type of the memory, unless the host's type for the page allows less caching.
     pub(crate) memory: MemoryType,
 }
 
@@ -91,9 +92,9 @@ pub(crate) struct Limits {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Memslot>() == 32);
 
-// SAFETY: the pointed-to data is `Send + Sync`; `Extra` says why it is alive.
+// SAFETY: the log to which the slot points is `Send + Sync`, and lives long enough (see [`Extra`]).
 unsafe impl Send for Memslot {}
-// SAFETY: the pointed-to data is `Send + Sync`; `Extra` says why it is alive.
+// SAFETY: the log to which the slot points is `Send + Sync`, and lives long enough (see [`Extra`]).
 unsafe impl Sync for Memslot {}
 
 impl Memslot {
@@ -110,7 +111,7 @@ impl Memslot {
         self.alive.owned();
     }
 
-    /// Returns the client's number of the slot, which is below [`crate::MAX_SLOTS`].
+    /// Returns the slot's id, given by the client, which is below [`crate::MAX_SLOTS`].
     pub(crate) fn id(&self) -> u32 {
         self.id.into()
     }
@@ -177,7 +178,7 @@ impl Memslot {
         self.backing
     }
 
-    /// Returns the address that backs the first page if that page is private.
+    /// Returns the address of the private backing of the first page. `None`: the slot has no private backing.
     pub(crate) fn private(&self) -> Option<Hva> {
         if !self.has_private {
             return None;
@@ -206,7 +207,7 @@ impl Memslot {
         self.log().map(ptr::from_ref) == log.map(ptr::from_ref)
     }
 
-    /// Returns the log for a caller that leaves its reader section.
+    /// Returns the log as one more owner, for a caller that uses the log after its reader section.
     pub(crate) fn share_log(&self) -> Option<Shared<DirtyLog>> {
         // SAFETY: the log lives as long as a set has a slot that refers to it (see `Extra`).
         self.uncounted_log().map(|log| unsafe { log.share() })
@@ -218,15 +219,15 @@ impl Memslot {
         self.base..self.base.add(self.pages())
     }
 
-    /// Whether the slot contains `gfn`. Uses one comparison: branch prediction cannot predict on which side of a slot
-    /// a frame is.
+    /// Whether the slot contains `gfn`. Uses one comparison instead of two, because branch prediction cannot predict on
+    /// which side of a slot a frame is.
     #[inline]
     pub(crate) fn holds(&self, gfn: Gfn) -> bool {
         self.alive.used();
         gfn.0.wrapping_sub(self.base.0) < self.pages()
     }
 
-    /// Returns the region that would create such a slot.
+    /// Returns a region that describes this slot.
     pub(crate) fn region(&self) -> Region {
         Region {
             slot: self.id(),
@@ -247,7 +248,7 @@ impl Memslot {
             && private.0 == private.1
     }
 
-    /// Whether the slot is as `region` says.
+    /// Whether the slot is as `region` describes.
     pub(crate) fn is(&self, region: &Region) -> bool {
         let limits = (region.flags, region.rights, region.memory);
         self.base == self.granule().gfn(region.gpa)
@@ -255,8 +256,8 @@ impl Memslot {
             && (self.flags(), self.rights(), self.memory()) == limits
     }
 
-    /// Whether the same pages back the common frames of the slot and `other`. False if one of them has private
-    /// backing.
+    /// Whether each frame that the slot and `other` have in common is backed by the same page in both. `false` if
+    /// either slot has private backing.
     pub(crate) fn backs_alike(&self, other: &Memslot) -> bool {
         let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.granule().gpa(slot.base).0);
         let shared_only = !self.has_private && !other.has_private;
@@ -269,13 +270,13 @@ impl Memslot {
         mine.start.max(others.start)..mine.end.min(others.end)
     }
 
-    /// Returns the addresses that back `gfns`, frames of the slot, where these are shared.
+    /// Returns the addresses that back `gfns`, frames of the slot, as shared memory.
     pub(crate) fn hvas(&self, gfns: &Range<Gfn>) -> Range<Hva> {
         let hva = |gfn: Gfn| self.granule().add_pages(self.backing, gfn.0 - self.base.0);
         hva(gfns.start)..hva(gfns.end)
     }
 
-    /// Returns the frames that `range` backs, given that `backing` backs the first page.
+    /// Returns the slot's frames that `range` backs. `backing` is the address that backs the slot's first page.
     pub(super) fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
         let bytes = self.granule().bytes();
         let first = range.start.0.saturating_sub(backing.0) / bytes;
@@ -299,17 +300,17 @@ impl fmt::Debug for Memslot {
     }
 }
 
-/// A memslot and the log that it owns, as stored in the index by id. It is dropped when neither set contains the slot
-/// any more.
+/// A memslot and the log that it owns, as stored in the writer's table by id. The `OwnedSlot` is dropped when neither
+/// slot set contains the slot any more.
 pub(crate) struct OwnedSlot {
     slot: Memslot,
-    /// Keeps the log alive to which `slot` refers.
+    /// An owner of the log to which `slot` refers, so that the log exists as long as `slot`.
     _log: Option<Shared<DirtyLog>>,
 }
 
 impl OwnedSlot {
-    /// Makes the slot that `region` describes and that [`super::plan`] allows, in tables of `granule`, with the log
-    /// `log`.
+    /// Makes the slot that `region` describes, for tables of `granule`, with the log `log`. [`super::plan`] has allowed
+    /// it.
     #[inline]
     pub(crate) fn new(region: &Region, granule: Granule, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";

@@ -1,25 +1,27 @@
 //! Memslots: they say which memory backs which part of the guest's physical memory.
 //!
 //! Each address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the *published* set. A
-//! writer makes a change in the other set, the *inactive* one, and then publishes that. So a reader sees the whole old
-//! set or the whole new set, and the VM runs on the old set meanwhile. The replaced set stays unchanged for the readers
-//! that still use it. At the beginning of the next change, the writer repeats the last change in it. So a change moves
-//! slots within a leaf of each [`index`] twice. (KVM, too, has two sets, active and inactive memslots, since Linux
-//! 5.17; its slots are linked into both.)
+//! writer makes a change in the other set, the *inactive* one, and then publishes the changed set. So a reader sees
+//! either the old set or the new set as a whole, and the VM runs on the old set during the change. The replaced set
+//! becomes the inactive set. It stays unchanged for the readers that still use it. At the beginning of the next change,
+//! the writer repeats the last change in the inactive set. So every change is made twice, once in each set. (KVM, too,
+//! has two sets, active and inactive memslots, since Linux 5.17; one slot object is linked into both sets.)
 //!
 //! * Look-ups take no lock. The caller is in a reader section ([`crate::sync::quiesce`]).
-//! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published
-//!   and the old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the
-//!   flush is done.) An operation on a dirty log holds the lock for one step at a time. A change of attributes holds it
-//!   until the new sets are published. The index by id is only used under this lock.
+//! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds this lock until the new set is
+//!   published and the old slot's leaves are zapped, and releases the lock before the TLB flush. (KVM holds its
+//!   `slots_lock` until the flush is done.) An operation on a dirty log takes the lock for each step anew. A change of
+//!   memory attributes holds the lock until the new sets are published. The table of slots by id is only used under
+//!   this lock.
 //! * A reader that entered its section, or passed a quiescent point, after the last change was published does not use
-//!   the inactive set. [`SlotsChange::catch_up`] waits for all other readers. Usually the flush of the last change has
-//!   already waited for them. It also drops the slots that the last change replaced.
+//!   the inactive set. [`SlotsChange::catch_up`] waits for all other readers. Usually the TLB flush of the last change
+//!   has already waited for them. `catch_up` also drops the slots that the last change replaced.
 //! * A change allocates all memory that it needs, for both sets, before it changes anything. Both sets were built by
 //!   the same edits, so memory that suffices for one set suffices for the other.
-//! * A change makes one or several [`Edit`]s. All are made in the inactive set before it is published, so readers see
-//!   all of them or none. In between, slots of the inactive set may overlap, because a new slot is already there and
-//!   the old one still is. No thread looks up frames in that set.
+//! * A change makes one or several [`Edit`]s. All of them are made in the inactive set before it is published, so
+//!   readers see all edits or none. Between two edits, slots of the inactive set may overlap: one edit has added a
+//!   slot, and a later edit will remove the slot that it overlaps. This is harmless, because no thread looks up frames
+//!   in the inactive set.
 
 mod attributes;
 mod batch;
@@ -57,17 +59,17 @@ pub(crate) struct Slots {
     sets: [UnsafeCell<SlotSet>; 2],
     /// The index of the published set.
     published: AtomicUsize,
-    /// Counts calls of [`SlotsChange::replace`]; the writer adds to it.
+    /// Counts calls of [`SlotsChange::replace`]. Only the holder of the writers' lock adds to it.
     changes: Counter,
     writer: FairLock<Writer>,
 }
 
-// SAFETY: the published set is read by any number of threads and the other one changed by one, the holder of the
-// writers' lock; both are `Send + Sync`.
+// SAFETY: any number of threads may read the published set, and only one thread, the holder of the writers' lock,
+// changes the other set. Both sets are `Send + Sync`.
 unsafe impl Sync for Slots {}
 
 struct Writer {
-    /// The change that the inactive set lacks.
+    /// The last change, while it is not yet made in the inactive set.
     last: Option<LastChange>,
     by_id: Ids,
     /// The number of slots.
@@ -79,20 +81,20 @@ struct Writer {
 
 /// A change that is published, but not yet made in the inactive set.
 struct LastChange {
-    /// When every reader has passed this generation, no reader uses the inactive set.
+    /// The generation of readers ([`Readers`]) after which no reader uses the inactive set.
     generation: u64,
     replaced: Replaced,
 }
 
-/// The slots that the last change has replaced, in the order of its edits: `None` where there was no slot. A change of
-/// one slot needs no heap memory.
+/// The slots as they were before the last change, one for each of its edits and in their order. `first` is separate
+/// from `others` so that: A change of one slot needs no heap memory.
 #[derive(Default)]
 struct Replaced {
     first: Option<Was>,
     others: Vec<Was>,
 }
 
-/// The slot that had the id `id` before the last change.
+/// The slot with the id `id` before the last change. `None`: there was no such slot.
 struct Was {
     id: u32,
     old: Option<OwnedSlot>,
@@ -107,7 +109,7 @@ impl Replaced {
 /// The change of one slot.
 pub(crate) struct Edit {
     pub(crate) id: u32,
-    /// The slot that replaces the slot with that id, if there is one. `None` deletes that slot.
+    /// The slot that will have the id `id`. It replaces the slot with this id, if one exists. `None` deletes that slot.
     pub(crate) new: Option<OwnedSlot>,
 }
 
@@ -142,27 +144,29 @@ impl Slots {
     /// Returns the published set.
     ///
     /// # Safety
-    /// - as long as the result is used, the caller is in a reader section, or holds the writers' lock
-    ///   and does not catch up.
+    /// - As long as the result is used, the caller is in a reader section, or holds the writers' lock and does not call
+    ///   `catch_up`.
     #[inline]
     unsafe fn published(&self) -> &SlotSet {
-        // Sequentially consistent, like the accesses to the reader's word and the store of the new set. So if a writer
-        // finds a reader outside its section, the reader will see the new set when it enters the section.
+        // Sequentially consistent, like the accesses to the word that says whether a reader is in its section, and like
+        // the store in `publish`. So if a writer finds a reader outside its section, the reader will see the new set
+        // when it enters the section.
         let index = self.published.load(SeqCst) % 2;
-        // SAFETY: a set that was replaced is changed only when every reader section that could have seen it published
-        // has ended, by the holder of the writers' lock.
+        // SAFETY: only the holder of the writers' lock changes a set, and only after the set was replaced and every
+        // reader section that could have seen the set as the published one has ended.
         let set = unsafe { &*self.sets[index].get() };
         set.used();
         set
     }
 
-    /// Returns the set that is not published. Only the holder of the writers' lock uses it, after catching up.
+    /// Returns the set that is not published. Only the holder of the writers' lock uses this set, after
+    /// [`SlotsChange::catch_up`].
     fn inactive(&self) -> *mut SlotSet {
         self.sets[1 - self.published.load(Relaxed) % 2].get()
     }
 
     /// Begins a change: only the holder of the result changes these slots. Callers are served in the order of their
-    /// calls; meanwhile `wait(round)` waits for one round.
+    /// calls. A caller that must wait calls `wait(round)` in each round of waiting.
     pub(crate) fn change(&self, wait: impl FnMut(u32)) -> SlotsChange<'_> {
         SlotsChange {
             slots: self,
@@ -185,8 +189,8 @@ impl SlotsChange<'_> {
 
     /// Returns the published set.
     pub(crate) fn set(&self) -> &SlotSet {
-        // SAFETY: the caller holds the writers' lock. The result borrows `self`, so nothing catches up while it is
-        // used.
+        // SAFETY: the caller holds the writers' lock. The result borrows `self`, so `catch_up` cannot be called while
+        // the result is used.
         unsafe { self.slots.published() }
     }
 
@@ -201,7 +205,8 @@ impl SlotsChange<'_> {
     }
 
     /// Call before a change: waits for the readers that still use the inactive set, and repeats the last change in it.
-    /// `wait(round, token)` waits one round for the reader with `token`. The caller is in no reader section.
+    /// In each round of waiting for the reader with the token `token`, calls `wait(round, token)`. The caller must not
+    /// be in a reader section.
     #[inline]
     pub(crate) fn catch_up(&mut self, readers: &Readers, wait: impl FnMut(u32, usize)) {
         let Writer {
@@ -219,8 +224,8 @@ impl SlotsChange<'_> {
         let replaced = last
             .take()
             .map_or_else(Replaced::default, |last| last.replaced);
-        // SAFETY: every reader that was in a section when the set was replaced has passed, and the
-        // writers' lock is held.
+        // SAFETY: every reader that was in a section when the set was replaced has passed a quiescent point since then,
+        // and the writers' lock is held.
         let inactive = unsafe { &mut *self.slots.inactive() };
         for Was { id, old } in replaced.iter() {
             let new = by_id.get(*id).map(Deref::deref);
@@ -231,8 +236,8 @@ impl SlotsChange<'_> {
         inactive.clone_rest(unsafe { self.slots.published() });
     }
 
-    /// Makes all `edits`, of different ids, and publishes the new set. Takes the slots out of `edits`. The caller has
-    /// [caught up](Self::catch_up).
+    /// Makes all `edits`, which have different ids, and publishes the new set. Moves the slots out of `edits`. The
+    /// caller has [caught up](Self::catch_up).
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing has changed.
@@ -255,7 +260,7 @@ impl SlotsChange<'_> {
         let mut replaced = Replaced::default();
         let others = edits.len().saturating_sub(1);
         (replaced.others.try_reserve_exact(others)).map_err(|_| OutOfMemory)?;
-        // From here on nothing fails.
+        // From here on nothing can fail.
         for edit in edits.iter_mut() {
             let id = edit.id;
             let entry = writer
@@ -296,12 +301,13 @@ impl SlotsChange<'_> {
             self.writer.last.is_none(),
             "a change begins with `catch_up`"
         );
-        // SAFETY: the set has caught up, so no reader uses it, and `self` is borrowed as long as the result is used.
+        // SAFETY: `catch_up` was called, so no reader uses the set, and `self` is borrowed as long as the result is
+        // used.
         let inactive = unsafe { &mut *self.slots.inactive() };
         (inactive, &mut self.writer)
     }
 
-    /// Publishes the inactive set.
+    /// Raises the generation of the inactive set, and publishes this set.
     #[inline]
     fn publish(&mut self, replaced: Replaced, readers: &Readers) {
         self.caught_up().0.generation += 1;

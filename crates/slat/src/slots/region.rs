@@ -1,5 +1,5 @@
-//! The requests that change memslots, and KVM's checks of them: the rules of
-//! KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), error by error.
+//! The requests that change memslots, and KVM's checks of them: the rules of KVM_SET_USER_MEMORY_REGION
+//! (Documentation/virt/kvm/api.rst, 4.35), with an error for each rule.
 
 use core::fmt;
 use core::ops::{BitOr, Range};
@@ -37,8 +37,8 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// The arguments of KVM_SET_USER_MEMORY_REGION2, except for deleting ([`crate::Vm::remove_memory_region`]): create a
-/// slot, move it, or change its flags.
+/// The arguments of KVM_SET_USER_MEMORY_REGION2, to create a slot, move it, or change its flags. (To delete a slot, use
+/// [`crate::Vm::remove_memory_region`].)
 ///
 /// ```
 /// use slat::{Gpa, Hva, MemoryType, Region, Rights, SlotFlags};
@@ -61,25 +61,24 @@ pub struct Region {
     pub gpa: Gpa,
     /// The size in bytes, not 0.
     pub size: u64,
-    /// The backing address of the first byte. Backings are below 2^60 - 4096.
+    /// The backing address of the first byte. All backing addresses must be below 2^60 - 4096.
     pub backing: Hva,
     /// The backing address of the first byte for private frames ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. If there is none, the guest cannot access private memory in the slot. The address may be
-    /// equal to `backing`: then the same memory backs shared and private frames (KVM: a guest_memfd with
-    /// GUEST_MEMFD_FLAG_MMAP).
+    /// KVM_MEM_GUEST_MEMFD. `None`: the guest cannot access private memory in the slot. The address may be equal to
+    /// `backing`; then the same memory backs shared and private frames (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
-    /// The most rights that the guest gets there, whatever the host allows. Without the right to write, writes are
-    /// MMIO, as with [`SlotFlags::READONLY`]. A fetch without the right to execute ends with
-    /// [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
+    /// The most rights that the guest gets to the slot's memory, even if the host allows more. Without the right to
+    /// write, the guest's writes exit as MMIO, as with [`SlotFlags::READONLY`]. Without the right to execute, an
+    /// instruction fetch ends with [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
     pub rights: Rights,
-    /// The cache type of the guest's memory, unless the host's type caches less ([`MemoryType::combined`]). Only
-    /// write-back memory can be executed. KVM's regions are write-back.
+    /// The cache type of the guest's memory, unless the host's type for a page allows less caching
+    /// ([`MemoryType::combined`]). The guest can execute only write-back memory. KVM's regions are write-back.
     pub memory: MemoryType,
 }
 
 impl Region {
-    /// Returns a region of `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights and the
-    /// memory type that the host gives, and not logged.
+    /// Returns a region of `size` bytes at `gpa`, backed from `backing` on. The memory is shared, has all rights and
+    /// the host's memory type, and is not logged.
     pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
         Region {
             slot,
@@ -112,13 +111,13 @@ impl Region {
         Region { size, ..self }
     }
 
-    /// Returns this region with `backing` for its first byte.
+    /// Returns this region with `backing` as the backing address of its first byte.
     #[must_use]
     pub fn with_backing(self, backing: Hva) -> Self {
         Region { backing, ..self }
     }
 
-    /// Returns this region with `private` as the private backing of its first byte.
+    /// Returns this region with `private` as the private backing address of its first byte.
     #[must_use]
     pub fn with_private(self, private: impl Into<Option<Hva>>) -> Self {
         let private = private.into();
@@ -137,7 +136,7 @@ impl Region {
         self.size >> granule.shift()
     }
 
-    /// Returns the frames of a region that was checked.
+    /// Returns the frames of the region, which must have been checked.
     pub(crate) fn gfns(&self, granule: Granule) -> Range<Gfn> {
         let start = granule.gfn(self.gpa);
         start..start.add(self.pages(granule))
@@ -150,7 +149,7 @@ impl Region {
     }
 }
 
-/// The reason why a [`Region`] was refused. Nothing was changed.
+/// The reason why a [`Region`] was refused. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RegionError {
@@ -158,24 +157,24 @@ pub enum RegionError {
     NoSuchSpace(usize),
     /// The id is not below [`MAX_SLOTS`].
     SlotTooHigh(u32),
-    /// Some bits are not flags.
+    /// The flags have bits that are not defined.
     BadFlags(u32),
     /// An address or the size is not a multiple of the page size.
     Misaligned(Region, Granule),
-    /// Address plus size wraps around, or a backing reaches beyond 2^60 - 4096.
+    /// Address plus size wraps around, or the backing ends above 2^60 - 4096.
     TooHigh(Region),
     /// The region reaches beyond the addresses that the page tables translate.
     BeyondTables(Region),
     /// The region has more pages than one slot, or all slots together, may have.
     TooLarge(Region),
-    /// The size of this slot is 0, and no check that KVM makes before this one fails. In KVM, size 0 deletes the slot.
+    /// The size of this slot is 0. All checks that KVM makes earlier have succeeded. In KVM, size 0 deletes the slot.
     /// Here only [`crate::Vm::remove_memory_region`] deletes, so that a size that is accidentally 0 deletes no memory.
-    /// A client that implements KVM's call should call that function when it gets this error.
+    /// A client that implements KVM's call should call `remove_memory_region` when it gets this error.
     Empty(u32),
     /// The slot to delete does not exist.
     NothingToDelete(u32),
-    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete the slot first: then none
-    /// of its pages is mapped any more.
+    /// The request changes the size, backing, read-only flag, rights or memory type of an existing slot. To change one
+    /// of these, delete the slot first, which unmaps all its pages.
     Resized(u32),
     /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
@@ -185,19 +184,19 @@ pub enum RegionError {
     PrivateTaken {
         /// The requested region.
         region: Region,
-        /// The slot that uses it.
+        /// The slot that uses part of the private backing.
         by: u32,
     },
     /// Another slot contains part of the range.
     Overlap {
         /// The requested region.
         region: Region,
-        /// The slot that contains it.
+        /// The slot that contains part of the range.
         with: u32,
     },
     /// Several changes of [`crate::Vm::set_memory_regions`] name this slot.
     NamedTwice(u32),
-    /// Nothing was changed; the call can be repeated.
+    /// There was no memory. The call changed nothing; the caller may repeat it.
     OutOfMemory,
 }
 
@@ -310,14 +309,15 @@ impl core::error::Error for RegionError {}
 
 /// The largest number of pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
-/// Backing addresses are below this: the index by backing has no more bits for a page number.
+/// Backing addresses are below this: in the index by backing address, a page number has no more bits.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
 /// A region that was checked for tables of a granule, but not against the existing slots.
 #[derive(Clone, Copy)]
 pub(crate) struct Checked<'a>(&'a Region, Granule);
 
-/// Checks `region`, for tables of `granule`, against the rules that concern no other slot. The caller holds no lock.
+/// Checks `region`, for tables of `granule`, against the rules for which the existing slots need not be known. The
+/// caller holds no lock.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -363,7 +363,7 @@ pub(crate) fn check(region: &Region, granule: Granule) -> Result<Checked<'_>, Re
 }
 
 /// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot already is as
-/// `region` says. `capacity`: the number of frames that the tables translate.
+/// `region` says. `capacity` is the number of frames that the tables translate.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -392,7 +392,8 @@ pub(crate) fn plan(
     Ok(true)
 }
 
-/// Checks that `region`, in tables of `granule`, overlaps no existing slot. Ignores slots for which `leaves` is true.
+/// Checks that `region`, in tables of `granule`, overlaps no existing slot. Ignores slots for which `leaves` returns
+/// `true`, because the same change moves or deletes them.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -408,7 +409,7 @@ pub(super) fn place(
     if let Some(with) = slots.set().overlap(&gfns, &leaves) {
         return Err(RegionError::Overlap { region, with });
     }
-    // Check this last, like KVM, which asks its architecture after the generic checks and then binds the memory.
+    // Check this last, like KVM, which calls its architecture-specific check after all generic checks.
     if gfns.end.0 > capacity.min(PAGES) {
         return Err(RegionError::BeyondTables(region));
     }

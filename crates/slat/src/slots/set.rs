@@ -1,6 +1,6 @@
-//! The memslots of one address space at one moment: an index by guest frame, an index by backing address, and the
-//! other data that a look-up must see at the same moment. Any thread with a reference to a set may search it. Only
-//! the writer changes it ([`super`]).
+//! The memslots of one address space at one moment: an index by guest frame, an index by backing address, and the other
+//! data that a look-up must see at the same moment. Any thread that has a reference to a set may search it. Only the
+//! holder of the writers' lock changes a set ([`super`]).
 
 use core::ops::Range;
 
@@ -18,11 +18,11 @@ pub(crate) struct SlotSet {
     by_hva: Index<ByHva>,
     /// The slots that have private backing.
     by_private: Index<ByPrivate>,
-    /// Equal in all address spaces of a VM.
+    /// The private frames: the same in all address spaces of a VM.
     pub(crate) private: PrivateFrames,
-    /// Raised by every change. An MMIO entry of another generation is invalid.
+    /// Every change raises it. An MMIO entry that contains another generation is out of date.
     pub(crate) generation: u64,
-    /// At most log2 of the pages of the smallest slot.
+    /// A lower bound of log2 of the smallest slot's number of pages.
     pub(crate) smallest: u32,
     alive: Watch,
 }
@@ -41,7 +41,7 @@ impl Spares {
         by_private: Spare::NONE,
     };
 
-    /// Frees the memory that a change of several slots has not used. Call after both sets have the change.
+    /// Frees memory that a change has not used. Call after the change was made in both sets.
     pub(super) fn trim(&mut self) {
         self.by_gfn.trim();
         self.by_hva.trim();
@@ -85,7 +85,7 @@ impl SlotSet {
         self.by_gfn.overlapping(&pages, &mut visit);
     }
 
-    /// Returns the id of the first slot that has a page in `range` and for which `leaves` is false.
+    /// Returns the id of the first slot that has a page in `range` and for which `leaves` returns `false`.
     pub(super) fn overlap(&self, range: &Range<Gfn>, leaves: impl Fn(u32) -> bool) -> Option<u32> {
         let mut first = None;
         self.in_gfns(range, |slot| {
@@ -95,8 +95,8 @@ impl SlotSet {
         first
     }
 
-    /// Returns the id of a slot whose private backing contains one of the `size` bytes from `private` on, and for
-    /// which `leaves` is false.
+    /// Returns the id of a slot whose private backing contains one of the `size` bytes from `private` on, and for which
+    /// `leaves` returns `false`.
     pub(super) fn private_overlap(
         &self,
         private: Hva,
@@ -113,9 +113,9 @@ impl SlotSet {
         found
     }
 
-    /// Calls `visit` for every slot that a part of `range` backs, with the backed frames and the place of the
-    /// backing, until `visit` returns `false`. Visits in the order of places, from `from` on. A slot whose two
-    /// backings are both in `range` is visited for each.
+    /// Calls `visit` for every slot that a part of `range` backs, with the frames that it backs and the [`Place`] of
+    /// the backing, until `visit` returns `false`. Visits slots in the order of their places, beginning with `from`. A
+    /// slot is visited twice if parts of both its shared and its private backing are in `range`.
     pub(crate) fn backed_by(
         &self,
         range: &Range<Hva>,
@@ -140,7 +140,7 @@ impl SlotSet {
         self.by_private.overlapping(&pages, &mut visit_private);
     }
 
-    /// Allocates the memory that `edits` need in two sets like this one.
+    /// Allocates the memory that `edits` need in both slot sets.
     pub(super) fn prepare<'m>(
         &self,
         edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)> + Clone,
@@ -152,7 +152,7 @@ impl SlotSet {
         spares.by_private.fill(&self.by_private, private)
     }
 
-    /// Removes `old`, if given, and adds `new`, if given. The caller has [prepared](Self::prepare) this.
+    /// Removes `old`, if given, and adds `new`, if given. The caller has called [`Self::prepare`] for this edit.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -191,21 +191,21 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Before all backings.
+    /// A place before all backings.
     pub(crate) const FIRST: Place = Place {
         private: false,
         key: 0,
     };
 
-    /// Returns the address that backs the first page of `slot`, given that one of the slot's backings is at this
-    /// place.
+    /// Returns the address that backs the first page of `slot`, in the backing (shared or private) to which this place
+    /// belongs.
     pub(crate) fn backing_of(self, slot: &Memslot) -> Hva {
         let private = slot.private().filter(|_| self.private);
         private.unwrap_or(slot.backing())
     }
 
-    /// Returns whether `gfn` uses the backing of `slot` at this place, given its attributes. Also returns a range of
-    /// frames around `gfn` with the same result.
+    /// Returns whether `gfn` uses the backing of `slot` to which this place belongs: `attributes` tell which frames are
+    /// private. Also returns a range of frames around `gfn` with the same result.
     pub(crate) fn backs(
         self,
         slot: &Memslot,

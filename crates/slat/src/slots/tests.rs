@@ -1,5 +1,5 @@
-//! Tests the indexes against a `BTreeMap`, and each error of the checks of regions. Also tests that a change for which
-//! there is no memory changes nothing.
+//! Tests that compare the indexes with a `BTreeMap`, cause each error of the region checks, and check that a change
+//! that fails for lack of memory changes nothing.
 
 use std::alloc::{GlobalAlloc, System};
 use std::cell::Cell;
@@ -30,7 +30,7 @@ fn fails() -> bool {
     FAIL_IN.try_with(countdown).unwrap_or(false)
 }
 
-// SAFETY: all memory is the system allocator's. An allocator may refuse a request, as this one does.
+// SAFETY: all memory is the system allocator's. An allocator may refuse a request, as `Failing` does.
 unsafe impl GlobalAlloc for Failing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if fails() {
@@ -41,8 +41,8 @@ unsafe impl GlobalAlloc for Failing {
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: `pointer` is from `System` with `layout`, like all memory of this allocator, which `dealloc` asks of
-        // its caller.
+        // SAFETY: `dealloc`'s caller guarantees that `pointer` is from this allocator with `layout`, and all its memory
+        // is from `System`.
         unsafe { System.dealloc(pointer, layout) }
     }
 
@@ -50,8 +50,8 @@ unsafe impl GlobalAlloc for Failing {
         if fails() {
             return core::ptr::null_mut();
         }
-        // SAFETY: `pointer` is from `System` with `layout`, like all memory of this allocator, and `size` is not 0, as
-        // `realloc` asks of its caller.
+        // SAFETY: `realloc`'s caller guarantees that `pointer` is from this allocator with `layout`, and that `size` is
+        // not 0. All memory of this allocator is from `System`.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }
@@ -61,7 +61,7 @@ use alloc::alloc::Layout;
 #[global_allocator]
 static ALLOCATOR: Failing = Failing;
 
-/// SplitMix64.
+/// A random number generator: SplitMix64.
 pub(super) struct Rng(pub(super) u64);
 
 impl Rng {
@@ -98,7 +98,7 @@ impl World {
         let new = match check(region, Granule::Kib4)
             .and_then(|checked| plan(&change, checked, CAPACITY))
         {
-            // A region of 0 bytes with the id of a slot deletes that slot.
+            // In these tests, as in KVM, a region of 0 bytes deletes the existing slot with its id.
             Err(RegionError::Empty(id)) if change.by_id(id).is_some() => None,
             planned => match planned? {
                 true => Some(OwnedSlot::new(region, Granule::Kib4, None)),
@@ -130,8 +130,8 @@ impl World {
     }
 
     fn current(&self) -> &SlotSet {
-        // SAFETY: these tests have one thread, and do not use a set after it was changed. The one test that does begins
-        // a reader section.
+        // SAFETY: these tests have one thread, and do not use a set after it was changed. The only test that does is in
+        // a reader section meanwhile.
         unsafe { self.slots.published() }
     }
 
@@ -169,7 +169,7 @@ impl World {
     }
 }
 
-/// By first gfn: end, id, backing page.
+/// A slot's end, id and backing page, by its first gfn.
 type Model = BTreeMap<u64, (u64, u32, u64)>;
 
 fn check_lookups(world: &World, model: &Model, rng: &mut Rng, space: u64) {
@@ -208,13 +208,13 @@ fn the_indexes_hold_what_a_btreemap_holds_through_random_edits() {
 
 #[test]
 fn one_leaf_that_becomes_several_and_one_again_holds_what_a_btreemap_holds() {
-    // 5, 20 and 0 slots fit in one leaf; 60 and 34 do not.
+    // Of the wanted numbers of slots below, 5, 20 and 0 fit in one leaf (32 slots); 60 and 34 do not.
     let (steps, each) = if cfg!(miri) { (240, 40) } else { (50_000, 200) };
     random_edits(steps, 800, 80, |step| [5, 60, 20, 34, 0][step / each % 5]);
 }
 
-/// Makes `steps` random changes to slots with ids below `ids`, in a space of `space` pages. Keeps the number of
-/// slots near `wanted` of each step.
+/// Makes `steps` random changes to slots with ids below `ids`, in `space` pages. Keeps the number of slots near
+/// `wanted(step)`.
 fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> usize) {
     let mut rng = Rng(1);
     let world = World::new();
@@ -243,7 +243,8 @@ fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> us
             };
             let free = model.range(..base + pages).next_back();
             let free = free.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
-            // The next lower slot may be the one that is changed. Then the slot before that may overlap, too.
+            // Look at the two slots below `base`: the upper one may be the slot that is changed, and then the lower one
+            // may overlap.
             let below = model.range(..base).rev().take(2);
             let clash = below.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
             let above = model
@@ -314,7 +315,7 @@ fn private_backings_are_told_apart_however_many_slots_there_are() {
 
 #[test]
 fn slots_are_found_however_they_lie() {
-    /// Makes one slot of one page at each of `pages`. Compares every search with the list.
+    /// Makes one slot of one page at each of `pages`. Compares every search with `pages`.
     fn finds_all(pages: &[u64]) {
         let world = World::new();
         for (id, page) in (0..).zip(pages) {
@@ -341,8 +342,8 @@ fn slots_are_found_however_they_lie() {
     finds_all(&scattered);
 }
 
-/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here.
-/// The full leaf before it still has its slots.
+/// Creates slots in ascending order, so that they fill one leaf after another. Then deletes the slots of the last leaf,
+/// or also the last slot of the full leaf before it. The remaining slots must still be found.
 #[test]
 fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
     let slots = 2 * index::LEAF as u64 + 1;
@@ -365,7 +366,7 @@ fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
 fn every_id_can_be_used_at_once_in_any_order() {
     let world = World::new();
     let n = MAX_SLOTS as u64;
-    // 9973 and 32764 have no common factor, so every id comes once.
+    // 9973 and 32764 have no common factor, so `order` contains every id once.
     let order = || (0..n).map(|i| (i * 9973 % n) as u32);
     for id in order() {
         world
@@ -395,17 +396,18 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
     let reader = world.readers.register().unwrap();
     reader.enter(&world.readers, 7);
     let old = world.current();
-    // No reader has to be waited for.
+    // This first change need not wait: the reader uses the other set.
     world.set(&region(1, 10, 5, 0)).unwrap();
     let is_whole = |set: &SlotSet| {
         assert!(set.find(Gfn(12)).is_none());
         assert_eq!(set.generation, 0);
     };
     is_whole(old);
-    // The closure below is alive when the set is changed, and must not have a reference to it then.
+    // A pointer, not a reference: the closure below exists while `catch_up` changes the set, and must then have no
+    // reference to it.
     let old = &raw const *old;
     assert_eq!(world.current().generation, 1);
-    // The next change is made in the set that the reader uses.
+    // The next change must be made in the set that the reader still uses.
     let mut change = world.slots.change(|_| unreachable!());
     let mut waits = 0;
     change.catch_up(&world.readers, |_, token| {
@@ -437,7 +439,7 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
         let mut wrong = region(2, 200, 10, 1000);
         change(&mut wrong);
         let error = world.set(&wrong).unwrap_err();
-        // A message that names the operation and is not just a number.
+        // The message must name the operation, not only a number.
         assert!(error.to_string().contains("memslot"), "{error}");
         (error.errno(), error)
     };
@@ -503,14 +505,14 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
         ));
     }
     assert_eq!(RegionError::OutOfMemory.errno(), 12);
-    // There is free space on both sides of the slot, and the refused calls have changed nothing.
+    // The refused calls have changed nothing: the ranges on both sides of slot 1 are still free.
     world.set(&region(2, 90, 10, 0)).unwrap();
     world.set(&region(3, 110, 10, 0)).unwrap();
     assert_eq!(world.ids_at(0..CAPACITY), [2, 1, 3]);
     assert_eq!(world.ids_backed_by(0..20), [2, 3]);
 }
 
-/// The results of `/dev/kvm` of Linux 6.18 for the same calls.
+/// The expected errors are those of `/dev/kvm` of Linux 6.18 for the same calls.
 #[test]
 fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     let world = World::new();
@@ -525,7 +527,8 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
             "{error}"
         );
     };
-    // A conflict with another slot is reported before the end of guest-physical memory, for new slots and for moves.
+    // If a region overlaps another slot and also reaches beyond the tables' addresses, the overlap is reported, for new
+    // slots and for moves.
     overlap(region(2, end - 1, 2, 3000));
     overlap(region(2, end - 1, (1 << 31) - 1, 3000));
     overlap(region(5, end - 1, 2, 2000));
@@ -533,7 +536,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     let beyond = |wrong: Region| assert_eq!(told(wrong), RegionError::BeyondTables(wrong));
     beyond(region(2, end, 1, 3000));
     beyond(region(5, end, 2, 2000));
-    // All checks of the region alone come before both.
+    // All checks of the region alone come before the check for overlaps and the check for the tables' end.
     let misaligned = Region {
         backing: Hva(3000 << PAGE_SHIFT | 1),
         ..region(2, end - 1, 2, 0)
@@ -546,7 +549,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     assert_eq!(told(large), RegionError::TooLarge(large));
     let wraps = region(2, (1 << 52) - 1, 2, 3000);
     too_high(wraps);
-    // The check for a change of a constant property comes before both, too.
+    // The check for a changed size or backing also comes before these two checks.
     assert_eq!(told(region(5, end - 1, 3, 2000)), RegionError::Resized(5));
     assert_eq!(told(region(5, end - 1, 2, 2001)), RegionError::Resized(5));
     let none = region(7, end - 1, 0, 0);
@@ -588,7 +591,8 @@ fn a_slot_may_move_onto_part_of_itself_but_not_onto_another() {
 fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     let world = World::new();
     let mut failures = 0;
-    // Most slots find space in existing leaves. For the others, every allocation fails once.
+    // Each allocation that the creation of a slot makes fails once. Most slots need none, because existing leaves have
+    // space.
     let backing = |place: u64| place % 50 * 3;
     let place = |id: u32| u64::from(id) * 997 % 3000;
     let slots = if cfg!(miri) { 100 } else { 3000 };
@@ -614,7 +618,7 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
         }
         assert_eq!(world.ids_at(place * 4..place * 4 + 1), [id as u32]);
     }
-    // Each index has more than one leaf for each 32 slots, each in two sets.
+    // Each of two indexes in two sets allocates more than one leaf per 32 slots: more than 1 failure per 10 slots.
     assert!(
         failures > slots / 10,
         "{failures} places where memory can run out"
@@ -630,13 +634,13 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
 
 #[test]
 fn several_slots_change_as_one_or_not_at_all() {
-    // Slots begin at multiples of this, and are shorter.
+    // Each slot begins near a multiple of this number of pages, and ends before the next multiple.
     const CELL: u64 = 16;
     let (rounds, ids) = if cfg!(miri) { (30, 40) } else { (3000, 1000) };
     let space = 2 * ids * CELL;
     let mut rng = Rng(5);
     let world = World::new();
-    // By id: base, pages, backing page.
+    // Base, pages and backing page of each slot, by id.
     let mut slots: BTreeMap<u32, (u64, u64, u64)> = BTreeMap::new();
     let (mut failures, mut refused) = (0, 0);
     for round in 0..rounds {
@@ -671,7 +675,7 @@ fn several_slots_change_as_one_or_not_at_all() {
             .any(|pair| pair[0].0 + pair[0].1 > pair[1].0);
         let generation = world.current().generation;
         for n in 0.. {
-            // With many changes, do not fail each of the many allocations.
+            // With many changes there are many allocations: fail only number 0, 1, 4, 9, ….
             FAIL_IN.set(Some(if round % 3 == 0 { n } else { n * n }));
             let answer = world.set_several(&changes);
             FAIL_IN.set(None);
