@@ -1,4 +1,4 @@
-//! The creation of a vCPU, and why it may fail.
+//! The creation of vCPUs, and its errors.
 
 use alloc::sync::Arc;
 use core::fmt;
@@ -22,7 +22,7 @@ use crate::vm::Vm;
 pub enum CreateVcpuError {
     /// The VM has no address space with this number ([`Config::spaces`](crate::Config)).
     NoSuchSpace(usize),
-    /// No heap memory.
+    /// There was no heap memory.
     OutOfMemory,
 }
 
@@ -47,18 +47,18 @@ impl fmt::Display for CreateVcpuError {
 impl core::error::Error for CreateVcpuError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates a CPU of this VM that uses the first address space. The CPU is not entered. A VM may have any number of
-    /// CPUs.
+    /// Creates a vCPU of this VM that uses the first address space. The vCPU is not [entered](Vcpu::enter). A VM may
+    /// have any number of vCPUs.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
-        // The first address space exists, so only memory can be missing.
+        // The first address space exists, so the only possible error is missing memory.
         self.create_vcpu_in(0).map_err(|_| OutOfMemory)
     }
 
-    /// Creates a CPU that uses address space `space`. A processor that changes between two address spaces, as x86 does
-    /// for SMM, calls [`Vcpu::use_space`].
+    /// Creates a vCPU that uses address space `space`. For a processor that changes between two address spaces, as x86
+    /// does for SMM, see [`Vcpu::use_space`].
     ///
     /// # Errors
     /// [`CreateVcpuError`].

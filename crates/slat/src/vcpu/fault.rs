@@ -1,21 +1,22 @@
-//! A fault of a vCPU: changes the tables so that they allow an access.
+//! Handles a fault of a vCPU: changes the page tables so that they allow an access.
 //!
-//! A [`Fault`] is one attempt. Its steps fill its fields, in the order of the fields. Each step may use the results of
-//! earlier steps:
+//! A [`Fault`] is one attempt to do this. It has five steps, which store their results in its fields. Each step may use
+//! the results of earlier steps:
 //!
-//! 1. [`Fault::find_slot`]: the memslot that holds the frame;
-//! 2. [`Fault::find_page`]: the host page that backs the frame. The vCPU leaves its reader section to ask the platform
-//!    for it;
-//! 3. [`Fault::choose_leaf`]: the largest level that slot, attributes, alignment, host mapping, dirty log and NX allow,
+//! 1. [`Fault::find_slot`]: finds the memslot that contains the frame;
+//! 2. [`Fault::find_page`]: finds the host page that backs the frame. The vCPU leaves its reader section to ask the
+//!    platform for this page;
+//! 3. [`Fault::choose_leaf`]: chooses the largest leaf level that slot, memory attributes, alignment, host mapping,
+//!    dirty log and NX allow;
 //! 4. [`Fault::install`]: stores the leaf under the lock of the table that receives it, if the slot and the host page
 //!    are still current at that time ([`crate::vm::InProgress`]);
 //! 5. [`Fault::prefetch`]: maps the pages around the page ([`super::prefetch`]).
 //!
 //! A step returns a [`Next`] if the fault cannot continue with the next step. [`Vcpu::until_allowed`] repeats attempts.
-//! If the tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes the obstacle.
+//! If the tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes this obstacle.
 //!
 //! [`Vcpu::fault`] handles a guest-physical address. For a guest-virtual address, each attempt walks the guest's tables
-//! to find out what to map ([`super::guest`]).
+//! to find out which guest-physical page to map ([`super::guest`]).
 
 use core::ops::Range;
 use core::ptr;
@@ -35,9 +36,10 @@ use crate::vm::{LogKind, RangeOp, RingSlot, Sequence};
 
 /// The reason why a fault does not continue with its next step.
 pub(super) enum Next<E = Stop> {
-    /// Begin again: the fault has removed the obstacle.
+    /// Begin a new attempt: the fault has removed the obstacle.
     Again,
-    /// Compare the shadow page of this level on the path with the guest's table ([`Retry::Unsynced`]), and begin again.
+    /// Compare the shadow page of this level on the walk's path with the guest's table that it shadows
+    /// ([`Retry::Unsynced`]), and begin a new attempt.
     Compare(Level),
     /// The access ends here.
     Stop(E),
@@ -49,47 +51,48 @@ impl<E> From<E> for Next<E> {
     }
 }
 
-/// The panic message for a field of a [`Fault`] that is not filled.
+/// The panic message for a field of a [`Fault`] that no step has filled yet.
 pub(super) const FILLED: &str = "an earlier step of the fault has filled it";
 
-/// One attempt to map the page that an access asks for.
+/// One attempt to map the page that a vCPU accesses.
 pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) vcpu: &'v mut Vcpu<P, F>,
-    /// The walk that did not find the leaf.
+    /// The walk of the VM's tables that found no leaf for the access.
     pub(super) walk: PausedWalk,
     /// The result of the walk of the guest's tables, if the access is to a guest-virtual address.
     trail: Option<&'v Trail>,
-    /// The guest memory that is accessed.
+    /// The guest-physical address of the access.
     pub(super) gpa: Gpa,
-    /// The right that the access needs.
+    /// The kind of the access: the leaf must have the right to it.
     pub(super) access: Access,
-    /// Whether the access is the guest's own: it counts as a fault, and a write is a store. Otherwise the MMU makes the
-    /// access for the guest, to read an entry of its tables or to set a flag there.
+    /// Whether an instruction of the guest makes the access: then the fault is counted, and a write is a store of the
+    /// guest. Otherwise the MMU accesses the guest's tables, to read an entry or to set its accessed or dirty flag.
     pub(super) of_guest: bool,
     /// The VM's invalidation sequence (KVM: `mmu_invalidate_seq`), read before the fault looks up the slot and the
     /// current leaf. The results of these look-ups are current as long as the sequence is unchanged. The walk that
-    /// faulted was earlier: if a slot has moved since, the frame may belong to another page of the slot.
+    /// faulted was before the sequence was read: if a slot has moved between the two, the leaf that this walk found may
+    /// map another page of the slot.
     pub(super) sequence: Sequence,
     pub(super) slot: Option<SlotFacts>,
     pub(super) page: Option<HostPage>,
-    /// Whether the page was found in the tables, without asking the host.
+    /// Whether the host page was taken from an existing leaf, without asking the host.
     pub(super) fast: bool,
-    /// The level of the leaf.
+    /// The level of the leaf to install.
     pub(super) level: Level,
-    /// Whether the leaf is small only because of the policy `nx_huge_pages`.
+    /// Whether the leaf to install is of level 1 only because of the policy `nx_huge_pages`.
     pub(super) nx_split: bool,
-    /// Whether the leaf is in an entry that was absent.
+    /// Whether the leaf was installed in an entry that was absent before.
     pub(super) is_new: bool,
-    /// Whether the page contains a table of the guest that is shadowed: then the leaf does not allow the write.
+    /// Whether the page contains a guest table that is shadowed and tracked: then the leaf is not writable.
     tracked: bool,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Makes the tables allow `access` to `gpa`, and returns the translation. `walk` has found no entry that allows the
-    /// access. `of_guest`: see [`Fault::of_guest`].
+    /// Makes the tables allow `access` to `gpa`, and returns the translation. The caller's `walk` has found no entry
+    /// that allows the access. For `of_guest` see [`Fault::of_guest`].
     ///
     /// # Errors
-    /// [`Stop`]. Returns [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
+    /// [`Stop`]. [`Stop::Retry`] if a TLB flush took place during the call, even if the access is allowed now.
     #[cold]
     pub(super) fn fault(
         &mut self,
@@ -110,7 +113,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// tables that the attempt may make.
     ///
     /// # Errors
-    /// Those of `attempt`. [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
+    /// The errors of `attempt`; [`Stop::Retry`] if a TLB flush took place during the call, even if the access is
+    /// allowed now.
     #[inline(always)]
     pub(super) fn until_allowed<R, E: From<Stop>>(
         &mut self,
@@ -124,9 +128,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 match attempt(vcpu) {
                     Ok(found) => return Ok(found),
                     Err(Next::Stop(stop)) => return Err(stop),
-                    // The attempt has already compared the page with the guest's table.
+                    // The attempt has already compared the page with the guest's table, so begin the next attempt.
                     Err(Next::Compare(_)) => {}
-                    // The CPU's translations are void, so it executes the access again.
+                    // The translations that the CPU remembers are void, so the CPU must drop them and execute the
+                    // access again.
                     Err(Next::Again) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
                     Err(Next::Again) => {}
                 }
@@ -169,19 +174,20 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         F::GRANULE.gfn(self.gpa)
     }
 
-    /// Returns the result of the walk of the guest's tables. For a format that cannot shadow these, the result is
-    /// `None`, which the compiler knows.
+    /// Returns the result of the walk of the guest's tables. For a format that cannot shadow guest tables it is always
+    /// `None`, so the compiler leaves out code that uses it.
     #[inline(always)]
     pub(super) fn trail(&self) -> Option<&'v Trail> {
         if can_shadow::<F>() { self.trail } else { None }
     }
 
-    /// Returns the counters for a fault of the guest; `None` for an access of the MMU itself.
+    /// Returns the counters for a fault of the guest; `None` if the MMU makes the access, not the guest
+    /// ([`Self::of_guest`]).
     pub(super) fn counted(&self) -> Option<&Counters> {
         self.of_guest.then(|| self.vcpu.counters())
     }
 
-    /// Maps the page, and returns the translation.
+    /// Does all steps of the fault: maps the page, and returns the translation.
     ///
     /// # Errors
     /// [`Next`].
@@ -200,7 +206,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         })
     }
 
-    /// Installs `leaf`, and notes the write in the slot's dirty log, if what the fault has found is still current.
+    /// Installs `leaf`, and records the write in the slot's dirty log, if the slot and the page that the fault has
+    /// found are still current.
     ///
     /// # Errors
     /// [`Next`].
@@ -209,7 +216,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let space = self.vcpu.space_index();
         let (gfn, level, trail) = (self.gfn(), self.level, self.trail());
         let slot = self.slot.as_ref().expect(FILLED);
-        // `on_tables` is not used here, because its result would be copied in every fault.
+        // `on_tables` is not used here: returning its result would copy it in every fault.
         let Parts {
             vm,
             tables,
@@ -221,8 +228,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         } = self.vcpu.parts(&self.walk);
         path.nx_split = self.nx_split;
         path.stores = self.of_guest && self.access == Access::Write;
-        // `slots` may be a newer set of memslots than the one in which the fault found `slot`. Then the new set may
-        // have another slot for the frame, or no slot.
+        // `slots` may be a newer set of memslots than the set in which the fault found `slot`. In the newer set another
+        // slot, or none, may contain the frame. So look up the log again.
         let log = match slot.log_at {
             Some(at) => {
                 counters.slot_lookups.add(1);
@@ -233,8 +240,9 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         };
         let mut noted = false;
         let hvas = slot.hvas::<F>(gfn, level);
-        // Another vCPU may have made a table there for NX since the level was chosen. A huge leaf would remove the
-        // right to execute that the other vCPU has just got. `valid` looks for the table under the lock.
+        // Since this fault chose its level, another vCPU may have made a level 1 table with executable pages for this
+        // region (NX huge pages). A huge leaf would replace the table, and the other vCPU would fault again. So `valid`
+        // checks for such a table under the lock.
         let nx_table = || {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
@@ -275,7 +283,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         self.walk = self.vcpu.pause(reached);
         match installed {
             Ok(installed) => {
-                // The split alone may have granted the right: the pieces of a huge leaf may be executable.
+                // If this fault has split a huge leaf, it was needed even if no leaf changed after the split: the
+                // pieces may be executable, and the huge leaf was not.
                 let is_spurious = installed == Installed::Spurious && !split;
                 self.installed(leaf, installed == Installed::New, is_spurious);
                 Ok(())
@@ -284,7 +293,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Counts and traces the result of an install of `leaf`. `is_spurious`: the tables already allowed the access.
+    /// Counts and traces the result of an install of `leaf`. `is_spurious` tells that the tables already allowed the
+    /// access.
     #[inline(always)]
     fn installed(&mut self, leaf: Leaf, is_new: bool, is_spurious: bool) {
         self.is_new = is_new;
@@ -295,7 +305,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             return;
         };
         if self.tracked && self.access == Access::Write {
-            // The client emulates the store, or calls `Vcpu::stored` after it.
+            // The store is emulated, or reported by `Vcpu::stored`.
             counters.pf_emulate.add(1);
         } else {
             match is_spurious {
@@ -314,7 +324,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Removes the obstacle that `retry` names, after an install.
+    /// Removes the obstacle that `retry` names, after an install has failed.
     #[cold]
     fn clear(&mut self, retry: Retry) -> Next {
         match retry {
@@ -335,8 +345,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         Next::Again
     }
 
-    /// Removes the obstacle that `retry` names, if this does not depend on the leaf to install: flushes, or acts on the
-    /// guest's tables.
+    /// Removes the obstacle that `retry` names, if it has nothing to do with the leaf to install: flushes TLBs, or
+    /// updates the shadow pages of the guest's tables.
     pub(super) fn clear_path(&mut self, retry: Retry) -> Next {
         let (key, trail) = (self.walk.key(), self.trail());
         match retry {
@@ -352,14 +362,14 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                     (self.vcpu).outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
                 });
             }
-            // `Unprepared`, `Tracked`: the next attempt allocates the missing memory, and reads the guest's tables
-            // again.
+            // `Unprepared` and `Tracked`: nothing to do, because the next attempt allocates missing memory and reads
+            // the guest's tables again.
             _ => {}
         }
         Next::Again
     }
 
-    /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
+    /// With `nx_huge_pages_split` off: zaps the huge leaf that forbids the instruction fetch.
     pub(super) fn zap_huge(&mut self) {
         let found = self.vcpu.look(&mut self.walk);
         let (is_leaf, level) = (matches!(found.entry::<F>(), Entry::Leaf(_)), found.level);
@@ -368,8 +378,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Zaps the region of `level` around the page, with the slots that exist at that time: if a slot logs at that time,
-    /// the leaves' dirty bits are noted in its log.
+    /// Zaps all leaves in the region of `level` around the page. If a slot logs dirty pages at the time of the zap, the
+    /// dirty bits of its leaves are recorded in its log.
     fn zap(&mut self, level: Level) {
         let gfns = F::GRANULE.block(self.gfn(), level);
         self.vcpu.outside(|vcpu| {
@@ -379,7 +389,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         });
     }
 
-    /// Flushes `gfns`, and stores the flush as the vCPU's last one.
+    /// Flushes `gfns` from all TLBs, and stores this flush as the vCPU's last one.
     fn flush(&mut self, gfns: Range<Gfn>) {
         let flushed = self.vcpu.outside(|vcpu| {
             let counters = vcpu.counters();
@@ -389,8 +399,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         self.vcpu.set_flushed(flushed);
     }
 
-    /// Flushes the leaf of `level` that this fault has replaced by an invalid entry (break before make), and installs
-    /// the smaller leaves.
+    /// Completes a break-before-make of this fault, which has made a leaf of `level` invalid: flushes TLBs, and
+    /// replaces the invalid entry by a table of smaller leaves.
     fn mend(&mut self, level: Level) -> Next {
         let (gfn, nx_split) = (self.gfn(), self.nx_split);
         let mut mended = false;
@@ -404,7 +414,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let found = self.vcpu.tables().cursor(gfn).find(Level::PAGE);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if leaf.allows(self.access) => {
-                // One of the pieces allows the access: the access walks again, and finds that piece.
+                // One of the smaller leaves allows the access, so the vCPU repeats the access and finds that leaf.
                 (self.counted()).inspect(|counters| counters.pf_fixed.add(1));
                 Next::Stop(Stop::Retry)
             }
@@ -412,8 +422,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Waits outside the reader section while `condition` is true. Ends the access early if a bit of the attention word
-    /// is set.
+    /// Waits outside the reader section while `condition` is true. If a bit of the attention word is set before, ends
+    /// the access with [`Stop::Retry`].
     pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>) -> bool) -> Next {
         if !condition(self.vcpu) {
             return Next::Again;

@@ -1,13 +1,13 @@
-//! The calls for a hypervisor whose CPU walks the tables itself: faults, and with the shadow MMU also the guest's
+//! The calls for a hypervisor whose CPU walks the tables itself: faults, and, with the shadow MMU, the guest's TLB
 //! flushes and the root to load.
 //!
-//! Each call enters the vCPU only while it runs: the CPU's translations are in a TLB, which [`Platform::flush`]
-//! reaches.
+//! The vCPU is entered only during each of these calls. In between it need not be, because the CPU's translations are
+//! in a TLB, which [`Platform::flush`] flushes.
 //!
-//! **Roots of the shadow MMU** are made and zapped like the guest's tables, and their frames are freed after a flush.
-//! So a loaded root is valid until the next flush of the VM. `Platform::flush` makes the CPU leave the guest, and the
-//! hypervisor asks for the root again before it runs the guest. If a CPU that has asked for the root learns of a flush
-//! before it enters the guest, it asks again.
+//! **Roots of the shadow MMU** are made and zapped like all shadow pages, and the frame of a zapped root is freed after
+//! a flush. So a loaded root is valid until the next flush of the VM. `Platform::flush` must make the CPU leave the
+//! guest, and before the hypervisor runs the guest again, it must ask for the root again. The same is true if a flush
+//! is requested after a CPU has asked for the root and before it enters the guest.
 
 use core::ops::Range;
 
@@ -26,21 +26,21 @@ pub enum AfterPageFault {
     /// Run the guest again, which repeats the instruction.
     Run,
     /// Emulate the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the access: it
-    /// is a store to a table by which its own address is translated, or a supervisor's store to a read-only page with
-    /// CR0.WP clear.
+    /// is either a store to a table that translates the store's own address, or a supervisor's store to a read-only
+    /// page with CR0.WP clear.
     Emulate,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Call when a hardware CPU has left the guest because its second-level walk did not allow `access` to `gpa`.
     /// Changes the tables so that they allow the access. After `Ok`, run the guest again: it repeats the instruction,
-    /// which may fault again. Works for a missing leaf and for an MMIO entry (a reserved bit, a misconfiguration)
-    /// alike, because it reads the entry.
+    /// which may fault again. The function reads the entry that faulted. So it serves both for a missing leaf or right
+    /// and for an MMIO entry (which a CPU reports as a reserved bit or a misconfiguration).
     ///
-    /// The caller does two things before the guest runs again, because they differ from CPU to CPU. It makes the stores
-    /// visible to the walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). If a CPU may cache the entry that
-    /// faulted (AArch64 and RISC-V after a fault on rights; RISC-V after any fault), the caller also invalidates that
-    /// entry, on this CPU only.
+    /// Before the guest runs again, the caller must do two things that differ between architectures. It makes the
+    /// stores visible to the page walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). And if the CPU may have
+    /// cached the entry that faulted (AArch64: after a permission fault; RISC-V: after any fault), the caller
+    /// invalidates that entry on this CPU.
     ///
     /// # Errors
     /// [`Stop`], except [`Stop::Retry`].
@@ -54,13 +54,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], for a hardware CPU that is not in the
-    /// guest. Returns the number of bytes mapped from `range.start` on: at least a page, or 0 if a flush took place
-    /// meanwhile or the wait for a page was interrupted. Call again for the rest. Before the guest runs, the caller
-    /// makes the stores visible to the walker, as after [`Vcpu::hardware_fault`].
+    /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], but for a hardware CPU that is not in
+    /// the guest. Returns the number of bytes mapped from `range.start` on: at least a page, or 0 if a TLB flush took
+    /// place during the call or a signal interrupted the wait for a page. Call again for the rest. Before the guest
+    /// runs, the caller must make the stores visible to the page walker, as after [`Vcpu::hardware_fault`].
     ///
-    /// The vCPU is entered only during the call, so the caller may use the vCPU, and change slots, while it has the
-    /// result:
+    /// The vCPU is entered only during the call. So the caller may change slots, and call this again, while it handles
+    /// the result:
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -93,13 +93,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Call when a hardware CPU that walks shadow tables has a page fault, at `gva` for `access`, in the state `paging`
-    /// of the guest. Makes the shadow table allow the access; afterwards load the root that [`Vcpu::hardware_root`]
-    /// returns. For a store to one of the guest's tables, zaps the shadow page of that table, which is shadowed again
-    /// when the guest uses it. If another CPU walks through the table all the time, the table may be shadowed again
-    /// before the store is repeated. So after some faults of the same store, keep the VM's other CPUs out of the guest.
+    /// of the guest. Makes the shadow tables allow the access. Afterwards load the root that [`Vcpu::hardware_root`]
+    /// returns. For a store to one of the guest's tables, zaps the shadow page of that table, and the engine shadows
+    /// the table again when the guest next uses it. If another CPU walks through the table all the time, this may
+    /// happen before the store is repeated, which then faults again. So after some faults of the same store, let only
+    /// this CPU run the guest.
     ///
-    /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever their values in the guest are, and with the guest's
-    /// CR4.SMEP, SMAP, PKE and PKRU.
+    /// The CPU must run the guest with CR0.PG, CR0.WP and EFER.NXE set, even if the guest has cleared them, and with
+    /// the guest's values of CR4.SMEP, SMAP, PKE and of PKRU.
     ///
     /// # Errors
     /// [`VirtualStop`], except [`Stop::Retry`]. Inject [`VirtualStop::PageFault`] into the guest.
@@ -114,7 +115,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         words: &mut W,
     ) -> Result<AfterPageFault, VirtualStop<W::Error>> {
         let mut vcpu = self.for_hardware();
-        // A leaf can allow only the accesses that a CPU with CR0.WP set allows.
+        // The CPU always runs with CR0.WP set, so the shadow leaf must allow the access under this condition.
         let strict = paging.strict();
         match vcpu.translate_virtual(gva, access, &strict, words) {
             Ok(page) => Ok(match page.tracked.map(Gpa::gfn) {
@@ -140,10 +141,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Returns the shadow table with which a walk to `gva` begins in the state `paging` of the guest. A hardware CPU
-    /// may keep it loaded until the next [`Platform::flush`]. In long mode, the table is for CR3 and has the guest's
-    /// number of levels. In the other modes, there is one page directory for each GiB, for an entry of PAE's pointer
-    /// table. `None`: nothing there was translated yet. Then call [`Vcpu::hardware_page_fault`] for the fetch of the
-    /// next instruction, and call this again.
+    /// may keep it loaded until the next [`Platform::flush`]. In long mode, the table is the value for CR3 and has the
+    /// guest's number of levels. In other modes, it is a page directory that translates 1 GiB, for the PAE
+    /// page-directory-pointer entry of `gva`. `None`: no address below this table was translated yet. Then call
+    /// [`Vcpu::hardware_page_fault`] for the fetch of the next instruction, and call `hardware_root` again.
     ///
     /// # Panics
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
@@ -152,18 +153,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         root.map(|root| root.frame().hpa())
     }
 
-    /// Call when the guest of a hardware CPU that walks shadow tables executes INVLPG for `gva`: like [`Vcpu::invlpg`].
-    /// The caller invalidates the address on this CPU.
+    /// Call when the guest of a hardware CPU that walks shadow tables executes INVLPG for `gva`. Like [`Vcpu::invlpg`],
+    /// but the caller must invalidate the address in this CPU's TLB.
     ///
     /// # Panics
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
-        // The result tells whether other translations are void: `Platform::flush` has dropped these already.
+        // The result tells whether other translations are void. It is not needed: `Platform::flush` has already flushed
+        // them.
         let _ = self.for_hardware().invlpg(gva, paging, words);
     }
 
-    /// Call when the guest of a hardware CPU that walks shadow tables flushes its TLB: like [`Vcpu::flush_guest`]. The
-    /// caller flushes the guest's translations on this CPU.
+    /// Call when the guest of a hardware CPU that walks shadow tables flushes its TLB. Like [`Vcpu::flush_guest`], but
+    /// the caller must flush the guest's translations from this CPU's TLB.
     ///
     /// # Panics
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
@@ -171,14 +173,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.for_hardware().flush_guest(words);
     }
 
-    /// Enters the vCPU, which has no translations to drop.
+    /// Enters the vCPU of a hardware CPU. It remembers no translations that it would have to drop first.
     fn for_hardware(&mut self) -> Entered<'_, P, F> {
         assert!(
             !self.is_entered(),
             "a call for a hardware CPU inside enter/leave"
         );
         let mut entered = self.enter(0);
-        // Entering the section has passed a quiescent point. Now acknowledge the flush that was requested meanwhile.
+        // Entering the section was a quiescent point. If a flush was requested before, acknowledge it now.
         if entered.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             entered.quiesce();
         }

@@ -1,5 +1,5 @@
-//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the table frames that it has allocated ahead,
-//! the slots that it used recently ([`recent_slots`]), and the tables that it walked recently
+//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the frames for tables that it has allocated in
+//! advance, the slots that it used recently ([`recent_slots`]), and the tables that it walked recently
 //! ([`paging_structure_cache`]).
 
 mod create;
@@ -44,11 +44,12 @@ use presence::Presence;
 use recent_slots::RecentSlots;
 use streams::Streams;
 
-/// One CPU of a VM. One thread at a time owns it.
+/// A vCPU. Only one thread at a time uses it.
 ///
-/// Flushes wait for a vCPU while it is [entered](Self::enter): it must call [`quiesce`](Self::quiesce) soon after its
-/// attention word contains [`Attention::FLUSH`]. A hardware vCPU is entered while it handles an exit
-/// ([`hardware_fault`](Self::hardware_fault) enters itself), a software CPU while it runs guest code:
+/// Flushes wait for a vCPU while it is [entered](Self::enter): it must call [`quiesce`](Self::quiesce) soon after
+/// [`Attention::FLUSH`] is set in its attention word. The vCPU of a hardware CPU is entered only while it handles an
+/// exit ([`hardware_fault`](Self::hardware_fault) enters and leaves). That of a software CPU is entered while it runs
+/// guest code:
 ///
 /// ```
 /// # use slat_model::{HostMemory, SimPlatform};
@@ -72,7 +73,7 @@ use streams::Streams;
 /// ```
 pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
-    /// The vCPU's reader, which is one of `vm.readers`, and the tables that the vCPU has reached.
+    /// The vCPU's reader, which is one of `vm.readers`, and its paging-structure cache.
     presence: Presence,
     /// Number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
     /// `presence` belong.
@@ -89,7 +90,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     roots: guest::Roots,
     flags_in: Option<guest::FlagsIn>,
     ring: Option<Arc<DirtyRing>>,
-    /// The values of the reader's counters when this vCPU took over the reader.
+    /// The values of the reader's counters when this vCPU got the reader, which earlier vCPUs may have used.
     counted_before: Stats,
 }
 
@@ -99,19 +100,19 @@ pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) tables: &'v Mmu<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
-    /// A cursor that continues the walk which the caller has paused.
+    /// A cursor that continues the walk that the caller has paused.
     pub(crate) cursor: Cursor<'v, P, F>,
-    /// The resources for an install, with the frames that were allocated ahead.
+    /// The resources for an install, including the frames that were allocated in advance.
     pub(crate) path: Path<'v>,
     pub(crate) counters: &'v Counters,
 }
 
-/// The position at which a walk of a vCPU has ended. It may be kept while the vCPU leaves its reader section for a
-/// moment in one of its functions.
+/// The position at which a walk of a vCPU has ended. A function of the vCPU may keep it while it leaves the reader
+/// section and enters a new one.
 #[derive(Clone, Copy)]
 pub(crate) struct PausedWalk {
     reached: Reached,
-    /// The value of [`Vcpu::missed`] at that time.
+    /// The value of [`Vcpu::missed`] when the walk was paused.
     missed: u64,
 }
 
@@ -122,14 +123,14 @@ impl PausedWalk {
     }
 }
 
-// SAFETY: the pointers lead into `vm`, which is `Send + Sync` and kept alive; the reader and what it
-// protects are used by one thread at a time through `&mut self`.
+// SAFETY: the pointers point into `vm`, which is `Send + Sync`, and which the vCPU keeps alive; only one thread at a
+// time uses the reader and the data that it protects, through `&mut self`.
 unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 
-/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time. After the CPU was dropped, they may
-/// count for another CPU.
+/// The counters of a vCPU ([`Vcpu::watch_stats`]). They may be read at any time. After the vCPU was dropped, they may
+/// include the counts of a later vCPU.
 pub struct VcpuStats {
-    /// The CPU's reader, which exists as long as the VM.
+    /// The vCPU's reader, which exists as long as the VM.
     reader: NonNull<Reader>,
     counted_before: Stats,
     _vm: Arc<dyn Send + Sync>,
@@ -141,7 +142,7 @@ unsafe impl Send for VcpuStats {}
 unsafe impl Sync for VcpuStats {}
 
 impl VcpuStats {
-    /// Returns the counts of the CPU up to now.
+    /// Returns the counts of the vCPU so far.
     pub fn get(&self) -> Stats {
         // SAFETY: readers live as long as the VM, which `_vm` keeps alive.
         let reader = unsafe { self.reader.as_ref() };
@@ -159,7 +160,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.vm
     }
 
-    /// Returns the key by which the vCPU's walker finds `gfn`.
+    /// Returns the root and the index of a walk to `gfn` by guest-physical address.
     #[inline(always)]
     pub(crate) fn key(&self, gfn: Gfn) -> Key {
         Key {
@@ -192,20 +193,20 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.presence.is_entered()
     }
 
-    /// Returns the proof that the vCPU is in its reader section.
+    /// Returns a token that proves that the vCPU is in its reader section.
     #[inline]
     fn section(&self) -> InSection<'_> {
         self.presence.section()
     }
 
-    /// Whether a walk to `gpa` may begin: the vCPU is entered, and `gpa` is in the range that the tables translate.
+    /// Whether a walk to `gpa` may begin: the vCPU is entered, and the tables translate `gpa`.
     #[inline(always)]
     pub(crate) fn may_walk(&self, gpa: Gpa) -> bool {
         gpa < self.presence.walkable
     }
 
-    /// Returns the leaf at level 1 for `gpa`, if its table is in the paging-structure cache and the leaf is
-    /// ready for `access` ([`Found::ready`]).
+    /// Returns the leaf at level 1 for `gpa`, if its table is in the paging-structure cache and the leaf is ready for
+    /// `access` ([`Found::ready`]): it allows it, and the access need not set an accessed or dirty bit.
     #[inline(always)]
     pub(crate) fn cached_leaf(&self, gpa: Gpa, access: Access) -> Option<Leaf> {
         let region = TableRegion::of_gpa(gpa, F::GRANULE);
@@ -213,14 +214,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         found.ready::<F>(access)
     }
 
-    /// Finds the entry of level 1 for `index`, if the table for `region` is in the paging-structure cache. The cache is
-    /// empty while the vCPU is outside a section.
+    /// Finds the entry of level 1 for `index`, if the table for `region` is in the paging-structure cache. While the
+    /// vCPU is in no reader section, the cache is empty.
     #[inline(always)]
     fn find_cached(&self, region: TableRegion, index: PageIndex) -> Option<Found<'_>> {
         let table = self.presence.tables.get(region)?;
         // SAFETY: a walk of this vCPU has reached the table, and has put the table into the cache. Since then the
-        // reader has been in one section and passed no quiescent point, because that empties the cache (`Presence`) and
-        // needs `&mut self`.
+        // reader has stayed in one section and has passed no quiescent point, because a quiescent point empties the
+        // cache (`Presence`) and needs `&mut self`.
         Some(unsafe { lookup_in::<P, F>(&*self.vm.platform, table, index) })
     }
 
@@ -239,8 +240,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Puts `table`, if there is one, in the paging-structure cache.
     ///
     /// # Safety
-    /// - `table` is [what may be remembered](Found::to_remember) of the entry of level 1 for `gpa` that [`Vcpu::walk`]
-    ///   has found, and the vCPU has passed no quiescent point since.
+    /// - `table` is the result of [`Found::to_remember`] for the entry of level 1 that [`Vcpu::walk`] has found for
+    ///   `gpa`, and the vCPU has passed no quiescent point since this walk.
     #[inline(always)]
     pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Option<Pfn>) {
         if let Some(table) = table {
@@ -256,14 +257,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .forget(TableRegion::of_gpa(gpa, F::GRANULE));
     }
 
-    /// Stores where a walk has ended in this section.
+    /// Makes a [`PausedWalk`] of the position `reached` by a walk in the current section.
     #[inline(always)]
     fn pause(&self, reached: Reached) -> PausedWalk {
         let missed = self.missed();
         PausedWalk { reached, missed }
     }
 
-    /// Finds the entry at which `walk` ends now, and stores that position in `walk`.
+    /// Continues `walk`, stores its new position in `walk`, and returns the entry at which it ends.
     #[inline(always)]
     fn look(&self, walk: &mut PausedWalk) -> Found<'_> {
         let mut cursor = resume(
@@ -278,8 +279,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         found
     }
 
-    /// Returns whether the level 1 table on the path of `walk`, if there is one, exists because of NX. Stores where the
-    /// walk has ended.
+    /// Continues `walk`, and stores its new position in `walk`. Returns whether there is a level 1 table on its path
+    /// that exists only because of `nx_huge_pages`.
     fn is_nx_split(&self, walk: &mut PausedWalk) -> bool {
         let mut cursor = resume(
             &self.vm,
@@ -319,7 +320,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `then` on the vCPU's tables, with the walk to continue, and a path.
+    /// Runs `then` on the VM and the vCPU's tables, with a cursor that continues `walk`, and the resources for an
+    /// install.
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
@@ -340,12 +342,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring to which its writes to logged slots are pushed ([`Vm::use_dirty_rings`]). No other CPU
-    /// may push to the ring. The CPU keeps the ring until it gets another one or is dropped. Then the VM does not reset
-    /// the ring any more, and protects the pages in the ring that were not reset.
+    /// Gives this vCPU the dirty ring that records its writes to logged slots ([`Vm::use_dirty_rings`]). No other vCPU
+    /// may push to the ring. The vCPU keeps the ring until it gets another one or is dropped. After that the VM does
+    /// not reset the ring any more, and write-protects the pages whose ring entries were not reset.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; the CPU keeps its old ring.
+    /// [`OutOfMemory`]; the vCPU keeps its old ring.
     ///
     /// # Panics
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
@@ -361,8 +363,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    /// Allocates the memory that a fault at `gpa` may need. If the shadow pages that the fault may make would exceed
-    /// the limit, leaves the reader section to zap the oldest shadow pages.
+    /// Allocates the memory that a fault at `gpa` may need. If the fault could make the number of shadow pages exceed
+    /// its limit, leaves the reader section to zap the oldest shadow pages.
     ///
     /// # Errors
     /// [`Stop::OutOfMemory`].
@@ -374,7 +376,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    /// If the shadow pages that a fault may make would exceed the limit, leaves the reader section to zap the oldest
+    /// If a fault could make the number of shadow pages exceed its limit, leaves the reader section to zap the oldest
     /// shadow pages.
     #[inline]
     fn recycle(&mut self) {
@@ -390,39 +392,39 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         mmu.prepare(&mut self.frames, tables)
     }
 
-    /// Allocates more frames than a fault needs, for up to `tables` tables, as far as there is memory.
+    /// Allocates frames for a fault and up to `tables` tables in advance. Has no effect while there are enough frames
+    /// for a fault; ignores a lack of memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
-            // The frames for one fault suffice for one of the `tables`.
+            // The frames of one fault include one level 1 table, so `tables - 1` more are needed.
             let frames = (tables + FrameCache::FAULT - 1).min(FrameCache::BATCH);
             let _ = self.prepare_for(frames);
         }
     }
 
-    /// Frees the frames beyond those that a fault needs.
+    /// Frees all frames that were allocated in advance except those that a fault needs.
     pub(crate) fn trim_frames(&mut self) {
         self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
     }
 
-    /// Returns the word that a software CPU reads at every block boundary. Any thread may raise bits in it at any time,
-    /// also through a clone.
+    /// Returns the word that a software CPU reads at every block boundary. Any thread may set bits in the word at any
+    /// time, also through a clone of the returned value.
     pub fn attention(&self) -> &Attention {
         self.presence.reader().attention()
     }
 
-    /// Counts an entry of the guest's own tables that was read for this CPU
-    /// ([`crate::guest_walk::GuestTables::read`]).
+    /// Counts a read of an entry of the guest's own tables for this vCPU ([`crate::guest_walk::GuestTables::read`]).
     #[inline]
     pub fn count_guest_pte_read(&self) {
         self.counters().guest_pte_reads.add(1);
     }
 
-    /// Returns the counts of this CPU.
+    /// Returns the counts of this vCPU.
     pub fn stats(&self) -> Stats {
         self.counters().snapshot().since(&self.counted_before)
     }
 
-    /// Like [`Self::stats`], but for any thread, also while this CPU runs.
+    /// Returns an object by which any thread can read the counts of this vCPU, also while the vCPU runs.
     pub fn watch_stats(&self) -> VcpuStats {
         VcpuStats {
             reader: self.presence.reader,
@@ -431,11 +433,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Makes the CPU use address space `space` from now on, beginning with the next translation. May be called in a
-    /// reader section and outside. Acknowledges no flush.
+    /// Makes the vCPU use address space `space` from the next translation on. May be called inside and outside a reader
+    /// section. Acknowledges no flush.
     ///
-    /// Translations that the CPU was given before still belong to the old address space. The caller drops them before
-    /// the guest executes again.
+    /// Translations that the vCPU got before belong to the old address space. The caller must drop them before the
+    /// guest executes again.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -481,8 +483,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.vm.vcpu_moves(from, to, own);
     }
 
-    /// Returns the memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
-    /// need the backing of guest memory without a translation.
+    /// Returns the memslot that contains `gpa`, by the same look-up as in a fault. `None`: no slot contains it. For
+    /// clients that need the backing of guest memory but no translation.
     ///
     /// # Panics
     /// If the vCPU is not entered ([`Vcpu::enter`]).
@@ -509,8 +511,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let slots = &self.vm.spaces[self.space].slots;
         let set = slots.current(self.presence.section());
         let counters = &self.presence.reader().counters;
-        // SAFETY: `recent` belongs to these slots, and `set` is their current set, of which every slot is alive while
-        // this reader is in its section.
+        // SAFETY: `recent` belongs to the slots of this address space, and `set` is their current set, whose slots are
+        // alive as long as this reader is in its section.
         let (slot, saved) = unsafe { self.recent.find(set, gfn) };
         match saved {
             true => counters.slot_lookups_saved.add(1),
@@ -520,10 +522,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-/// Returns a cursor that continues `walk`, a walk of the vCPU with `presence`, in the vCPU's current section. The walk
-/// continues where it ended, unless a flush has taken place since. If the walk begins with a root of `roots`, and the
-/// MMU has zapped roots since these were found, returns instead a walk by guest-physical addresses that finds nothing:
-/// then the fault makes a new root.
+/// Returns a cursor that continues `walk` in the vCPU's current section: from its position, or, if a flush has taken
+/// place since it was paused, from its root. If the root is one of `roots`, and the MMU has zapped a root since these
+/// were found, the cursor starts at the root `physical` instead. It then finds no shadow leaf, and the fault makes a
+/// new root.
 #[inline(always)]
 fn resume<'v, P: Platform, F: Format>(
     vm: &'v Vm<P, F>,
@@ -542,14 +544,14 @@ fn resume<'v, P: Platform, F: Format>(
             ..reached.key
         });
     }
-    // SAFETY: `tables` shows that the vCPU is in a section, as long as the result is used. The root is that of these
-    // tables, which stays, or one that they have zapped none of since it was found. The vCPU has paused the walk, and
-    // missed no flush since.
+    // SAFETY: the borrow of `tables` shows that the vCPU is in a section as long as the result is used. The root is the
+    // permanent root of these tables, or a root of `roots`, of which none was zapped since they were found. The vCPU
+    // has paused the walk, and has missed no flush since.
     unsafe { Cursor::new(&vm.platform, reached) }
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
-    /// If the dirty ring was not reset completely, waits as [`Vm::reset_dirty_rings`] does.
+    /// Gives up the dirty ring. If ring entries are not reset, this may wait as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
         self.leave();
         self.moves(Some(self.space), None);

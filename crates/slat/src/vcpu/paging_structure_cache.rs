@@ -5,40 +5,42 @@
 //! # How long a cache entry is valid
 //! A cache entry is valid until the end of the reader section in which the walk reached the table, or until the
 //! section's next quiescent point ([`crate::sync::quiesce`]), whichever comes first: the vCPU then calls
-//! [`PagingStructureCache::clear`]. A table that is detached after the walk is freed only after every reader has passed
-//! a quiescent point. So every table in the cache is still allocated.
+//! [`PagingStructureCache::clear`]. A table that leaves the tree after the walk (a *detached* table) is freed only
+//! after every reader has passed a quiescent point. So every table in the cache is still allocated.
 //!
-//! # Why a detached table may be used
+//! # Why a detached table in the cache may be used
 //! A look-up through the cache is the last step of a walk whose first steps were taken earlier in the same section.
-//! Walkers take no lock and may be slow, so every change of the tables already allows for such a walk. The cases:
+//! Walkers take no lock and may be slow, so every change of the tables is already safe against such a walk. The cases:
 //!
 //! * *Zaps, invalidations, slot changes, conversions, recovery of NX huge pages, ends of dirty logs, a huge leaf that
-//!   replaces a table.* A table that leaves the tree is detached as a whole and keeps its leaves. A vCPU could have
-//!   kept each of these leaves in its TLB since before the table was detached. Such translations are allowed until the
-//!   flush, and each of these operations returns, or lets the host page be reused, only after a flush that waits for
-//!   this vCPU's quiescent point.
-//! * *Leaves that a late fault installs in a detached table.* That fault is in a reader section that began
-//!   before the flush. Any invalidation that it did not see waits for the same flush (see
-//!   `vm::invalidate`).
-//! * *Changes in place* (write protection, aging, cleared dirty bits, single zapped leaves, widened rights). The
-//!   page-table entry is loaded anew, so the cache hides none of them.
+//!   replaces a table.* A table that leaves the tree is detached as a whole and keeps its leaves. A TLB may also still
+//!   contain each of these leaves, from before the table was detached. Such translations are allowed until the flush,
+//!   and only after a flush, which waits for this vCPU's quiescent point, does each of these operations return or let
+//!   the host page be reused.
+//! * *Leaves that a fault installs in a detached table.* This fault is in a reader section that began before the flush
+//!   of the table. If the fault did not see an invalidation of its page, that invalidation waits for the same flush
+//!   (see `vm::invalidate`).
+//! * *Changes in place* (write protection, aging, cleared dirty bits, single zapped leaves, widened rights). Every
+//!   look-up loads the page-table entry from the table, so the cache hides none of these changes.
 //! * *Accessed and dirty bits.* A look-up through the cache sets neither: it accepts only a leaf in which all bits that
 //!   the access would set are set. For any other entry the vCPU walks from the root. So no look-up through the cache
-//!   sets a dirty bit in a table after `Tree::zap_noting` has read it, or in a detached table.
-//! * *Harvests of a dirty log* do not find the leaves of a detached table. A harvest that has taken a page flushes,
-//!   because the flush of the detached table is not complete (`Vm::get_dirty_log`), and that covers the cache like a
-//!   TLB. A leaf through which writes are not noted maps a page that is in the log.
+//!   sets a dirty bit in a detached table, or in a leaf after `Tree::zap_noting` has read its dirty bit.
+//! * *Harvests of a dirty log* do not find the leaves of a detached table. But if a harvest has removed a page from the
+//!   log, and the flush of a detached table is not complete, the harvest itself flushes (`Vm::get_dirty_log`). This
+//!   empties the cache, like a TLB. Before that flush, a leaf of the detached table that is writable without a fault
+//!   maps a page that is in the log.
 //! * *Splits and broken leaves* change entries of higher levels, which the cache does not contain. The table that
-//!   replaces a split leaf is new: a walk from the root reaches it first.
+//!   replaces a split leaf is new, so it is not in the cache before a walk from the root reaches it.
 //! * *Write protection of a higher entry* ([`crate::table`]'s hierarchical protection): the cache gets a table only if
-//!   its path allows writes. An operation that protects the path later flushes, too, and waits for this vCPU.
+//!   its path allows writes. An operation that write-protects the path later also flushes, and so waits for this vCPU.
 //! * *MMIO entries* are not leaves: a walk from the root finds them, and compares their generation there.
 //!
 //! # Order within one vCPU
-//! Two look-ups of one page must not go back in time: the second must not find an old page in a detached table if the
-//! first has found the new page, which a fault installed. Therefore [`PagingStructureCache::forget`] drops the table as
-//! soon as an entry does not allow an access, before the fault begins. In the same way, a processor drops what it has
-//! cached for an address whose access faults. Only a walk from the root that needs no fault puts a table in.
+//! A look-up must not find an older state than an earlier look-up of the same page: after one has found a new host
+//! page, which a fault installed, the next must not find the old host page in a detached table. Therefore
+//! [`PagingStructureCache::forget`] drops the table as soon as an entry does not allow an access, before the fault
+//! begins. (A processor, too, drops the cached entries of an address whose access faults.) Only a walk from the root
+//! that needs no fault puts its table in the cache.
 
 use alloc::boxed::Box;
 
@@ -46,27 +48,27 @@ use crate::addr::{Gpa, Granule, Gva, Pfn};
 use crate::heap;
 use crate::heap::OutOfMemory;
 
-/// The cache: level 1 tables by the region that they translate, direct-mapped.
+/// A direct-mapped cache of level 1 tables, by the region that they translate.
 pub(super) struct PagingStructureCache {
     entries: Box<[Entry; ENTRIES]>,
-    /// The current stamp: the low bits of the tags of all valid cache entries, from 1 to [`STAMPS`] - 1. Raising it
-    /// empties the cache.
+    /// The current stamp, from 1 to [`STAMPS`] - 1. A cache entry is valid only if the low bits of its tag are this
+    /// stamp, so raising the stamp empties the cache.
     stamp: u64,
 }
 
 /// An entry of the cache.
 #[derive(Clone, Copy)]
 struct Entry {
-    /// The region that `table` translates, and the stamp that was current when the cache entry was written. 0: the
-    /// cache entry is empty.
+    /// The address of the region that `table` translates, plus the stamp that was current when this cache entry was
+    /// written. 0: the cache entry is empty.
     tag: u64,
     /// The frame of the table.
     table: Pfn,
 }
 
-/// The cache takes 8 KiB. Its level 1 tables of 4 KiB translate 1 GiB in total.
+/// The number of cache entries. 512 entries take 8 KiB; 512 level 1 tables of 4 KiB translate 1 GiB.
 const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
-/// The number of stamps: as many as fit below the bit that distinguishes a virtual address from a guest-physical one.
+/// The number of stamps: as many as fit in a tag below the bit that marks virtual addresses.
 const STAMPS: u64 = TableRegion::VIRTUAL;
 
 /// Returns log2 of the number of bytes that a level 1 table translates.
@@ -74,8 +76,8 @@ const fn region_shift(granule: Granule) -> u32 {
     granule.shift() + granule.index_bits()
 }
 
-/// The region that a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU also of
-/// virtual addresses. A region of one kind never has the tag of a region of the other kind.
+/// The region that a level 1 table translates: of guest-physical addresses, or, for a shadow table, of virtual
+/// addresses. The tags of the two kinds are never equal.
 #[derive(Clone, Copy)]
 pub(super) struct TableRegion {
     /// The region's address; for virtual addresses, also [`VIRTUAL`](Self::VIRTUAL).
@@ -85,7 +87,7 @@ pub(super) struct TableRegion {
 }
 
 impl TableRegion {
-    /// The bit of a tag that marks a region of virtual addresses: it is below the lowest address bit of any region.
+    /// The bit of a tag that marks a region of virtual addresses: it is below all bits of a region's address.
     const VIRTUAL: u64 = 1 << (region_shift(Granule::Kib4) - 1);
 
     /// Returns the region around `gpa` that a table of `granule` translates.
@@ -110,7 +112,7 @@ impl TableRegion {
 }
 
 impl PagingStructureCache {
-    /// Makes an empty cache. Its memory is not touched before the first use.
+    /// Makes an empty cache. Its memory is allocated as zeroes, and first written when a table is put in.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -123,7 +125,8 @@ impl PagingStructureCache {
         })
     }
 
-    /// Returns the table for `region` if [`put`](Self::put) has stored it since the last [`clear`](Self::clear).
+    /// Returns the table for `region`, if it was [`put`](Self::put) in since the last [`clear`](Self::clear), and not
+    /// replaced or dropped.
     #[inline(always)]
     pub(super) fn get(&self, region: TableRegion) -> Option<Pfn> {
         let entry = &self.entries[region.index];
@@ -153,7 +156,7 @@ impl PagingStructureCache {
         }
     }
 
-    /// Restarts at the first stamp. Empties all cache entries first, because old cache entries may have that stamp.
+    /// Restarts at the first stamp. Zeroes all cache entries first, because some may have an equal stamp from long ago.
     #[cold]
     fn start_over(&mut self) {
         self.entries.iter_mut().for_each(|entry| entry.tag = 0);
@@ -208,7 +211,7 @@ mod tests {
         }
     }
 
-    /// Makes a cache with tables for the first `regions` regions. Each table has the number of its region.
+    /// Makes a cache with tables for the first `regions` regions. The table of region n is in frame n.
     fn cache(regions: u64) -> PagingStructureCache {
         let mut cache = PagingStructureCache::new().unwrap();
         (0..regions).for_each(|n| cache.put(gpa(n * REGION), Pfn(n)));
@@ -222,8 +225,8 @@ mod tests {
             for offset in [0, 1, 0x1234, REGION - 1] {
                 assert_eq!(cache.get(gpa(n * REGION + offset)), Some(Pfn(n)));
             }
-            // These regions share the cache entry of region 0; the last one is beyond the addresses that any tree
-            // translates.
+            // Each of these regions shares region n's cache entry. The last one is above all addresses that tables
+            // translate.
             for other in [1, 2, 1 << 16, u64::MAX / REGION / ENTRIES as u64] {
                 let far = (n + other * ENTRIES as u64) * REGION;
                 assert_eq!(cache.get(gpa(far)), None, "{far:#x}");
@@ -244,7 +247,7 @@ mod tests {
         let other = gpa(ENTRIES as u64 * REGION);
         cache.put(other, Pfn(7));
         assert_eq!((cache.get(gpa(0)), cache.get(other)), (None, Some(Pfn(7))));
-        // A region that was forgotten is not found, and the other regions are.
+        // To forget region 0, which is no longer in the cache entry, must not drop the other region.
         cache.forget(gpa(0));
         assert_eq!(cache.get(other), Some(Pfn(7)));
         cache.forget(other);
@@ -264,7 +267,7 @@ mod tests {
     fn what_was_put_under_a_stamp_is_not_found_when_the_stamp_comes_again() {
         let mut cache = cache(ENTRIES as u64);
         let first = cache.stamp;
-        // Skips all but the last few clears, after which the stamp comes again.
+        // Pretend that almost all stamps were used: after two more clears the first stamp returns.
         cache.stamp = STAMPS - 2;
         cache.put(gpa(REGION), Pfn(9));
         let mut clears = 0;

@@ -14,8 +14,8 @@ use crate::trace::Event;
 use crate::vm::{LogKind, is_executable};
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Finds the slot that contains the page, and refuses an access that the slot does not allow. If there is no slot,
-    /// installs an MMIO entry, so that the next access needs no look-up.
+    /// Finds the memslot that contains the page, and ends an access that the slot does not allow. If there is no slot,
+    /// installs an MMIO entry, so that the next access needs no slot look-up.
     ///
     /// # Errors
     /// [`Next`].
@@ -42,7 +42,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let slot = &*self.slot.insert(slot);
         let allowed = slot.limits.rights.allow(access);
         match access {
-            // KVM reports a write to a read-only slot as MMIO, too.
+            // KVM reports a write to a read-only slot as MMIO, like an access to no slot.
             Access::Write if !allowed => Err(self.mmio()),
             Access::Write if is_log_full(self.vcpu, slot) => Err(Next::Stop(Stop::DirtyRingFull)),
             // A client can emulate a load, but not a fetch.
@@ -51,7 +51,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
     }
 
-    /// Ends an access to a frame without a slot, in the slot set of `generation`.
+    /// Ends an access to a frame that no slot contains, in the slot set with the generation `generation`. Tries to
+    /// install an MMIO entry.
     fn no_slot(&mut self, generation: u64) -> Next {
         if self.vcpu.vm().caches_mmio() {
             let trail = self.trail();
@@ -71,28 +72,29 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         self.mmio()
     }
 
-    /// Returns the end of an access that the client has to emulate as MMIO.
+    /// Ends an access that the client must emulate as MMIO.
     fn mmio(&self) -> Next {
         (self.counted()).inspect(|counters| counters.pf_emulate.add(1));
         Next::Stop(Stop::Mmio { gpa: self.gpa })
     }
 
-    /// Finds the host page. If the leaf is write-protected for the dirty log only, takes the page from the leaf,
-    /// without asking slot or host. Otherwise asks the host.
+    /// Finds the host page. If the walk ends at a leaf that only the dirty log has write-protected, the leaf tells the
+    /// host page. Otherwise asks the platform.
     ///
     /// # Errors
     /// [`Next`].
     #[inline(always)]
     pub(super) fn find_page(&mut self) -> Result<(), Next> {
-        // If the guest's tables have changed, the current leaf may map another page. And while a slot moves to a range
-        // that overlaps its old one, its old leaves still exist: the leaf of this frame may map another page of the
-        // slot.
+        // An existing leaf must not be used in two cases. A shadow leaf may map another page if the guest's tables have
+        // changed. And while a slot moves to a range that overlaps its old range, its old leaves still exist, and map
+        // other pages of the slot.
         let may_be_known = self.access == Access::Write
             && self.trail().is_none()
             && !self.vcpu.vm().in_progress.is_slot_leaving();
         if may_be_known && self.protected_page().is_some() {
-            // The walk may have reached the leaf's table before the sequence was read, and the move of a slot may have
-            // removed the table since. So walk from the root again: a leaf that this walk finds belongs to the slot.
+            // The walk may have reached the leaf's table before `sequence` was read, and the move of a slot may have
+            // detached the table before that, too. So walk from the root again: a leaf that this walk finds belongs to
+            // the slot.
             self.walk = self.vcpu.pause(Reached::nothing::<F>(self.walk.key()));
             if let Some(page) = self.protected_page() {
                 (self.fast, self.page) = (true, Some(page));
@@ -114,8 +116,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let hvas = slot.hvas::<F>(gfn, Level::PAGE);
         Err(match error {
             ResolveError::Interrupted => Next::Stop(Stop::Retry),
-            // The slot may have been deleted, or the invalidation of its memory may have ended or may still be in
-            // progress.
+            // The error may be due to a change meanwhile: the slot was deleted, or an invalidation of its memory has
+            // begun, and may have ended.
             _ if !self.vcpu.vm().in_progress.holds(self.sequence, &hvas) => self.stale(Level::PAGE),
             _ if absent || private || slot.only_private_backing => Next::Stop(Stop::MemoryFault {
                 gpa,
@@ -127,7 +129,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         })
     }
 
-    /// Returns the page of the leaf at which the walk ends now, if the leaf is write-protected for the dirty log only.
+    /// Returns the host page of the leaf at which the walk now ends, if only the dirty log has write-protected the
+    /// leaf. Otherwise `None`.
     #[inline]
     fn protected_page(&mut self) -> Option<HostPage> {
         let gfn = self.gfn();
@@ -144,10 +147,9 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
     }
 
-    /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
-    /// page like a write, so that the log contains the page and the write that follows needs no fault. If the ring is
-    /// full, the page is mapped for reading only; a write to it then stops with
-    /// [`Stop::DirtyRingFull`].
+    /// Chooses the level of the leaf to install, and returns the leaf. With the policy `dirty_log_reads`, a read maps
+    /// and logs the page like a write, so that a later write needs no fault. But if the dirty ring is full, a read maps
+    /// the page without the right to write, and a later write stops with [`Stop::DirtyRingFull`].
     #[inline(always)]
     pub(super) fn choose_leaf(&mut self) -> Leaf {
         let (gfn, trail) = (self.gfn(), self.trail());
@@ -185,8 +187,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         leaf
     }
 
-    /// Call when what the fault has found out about the slot is out of date. If an invalidation of the backing of a
-    /// leaf of `level`, or the move of the slot, is in progress, waits for its end.
+    /// Call if the slot or the page that the fault has found may be out of date. If an invalidation of the memory that
+    /// backs the leaf of `level` is in progress, or a move that adds no leaf to the slot meanwhile, waits for its end.
     #[cold]
     pub(super) fn stale(&mut self, level: Level) -> Next {
         self.vcpu.counters().pf_retried.add(1);
@@ -200,7 +202,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 }
 
-/// Returns whether a write to `slot` goes to a ring of the vCPU that has no space for it.
+/// Returns whether a write to `slot` must be pushed to the vCPU's dirty ring, and there is no ring or no space in it.
 fn is_log_full<P: Platform, F: Format>(vcpu: &Vcpu<P, F>, slot: &SlotFacts) -> bool {
     let to_ring = slot.log == Some(LogKind::Rings);
     to_ring && vcpu.ring().is_none_or(|ring| ring.is_soft_full())

@@ -1,17 +1,17 @@
-//! Prefetch: maps resident pages around a fault, and whole ranges ahead of their use.
+//! Maps resident pages around the page of a fault (prefetch), and whole ranges ahead of their use (prefault).
 //!
-//! A fault that installed a leaf of level 1 may look at the aligned window around its page, which extends in both
-//! directions. It maps the pages of the window that are resident and have no leaf. It maps none in a slot that logs
-//! (every page would look written), nor frames with other attributes. After the install of a huge leaf nothing is left
-//! to map. A prefetched leaf starts with the accessed bit clear.
+//! A fault that installed a leaf of level 1 may also *look* at a window: an aligned range of pages around its page. It
+//! maps the pages of the window that are resident and not mapped. It maps none in a slot that logs (mapped pages would
+//! look written), and no frames with other memory attributes. After the install of a huge leaf there is nothing left to
+//! map. A prefetched leaf starts with the accessed bit clear.
 //!
-//! Earlier faults decide which faults look for resident pages, and how large the adaptive window is
-//! ([`super::streams`]). The adaptive window is closed at first. Faults near each other are treated as a stream: then
-//! the window opens, and doubles with each fault, up to a whole table. So scattered accesses map no page in vain.
+//! Earlier faults determine which faults look, and how large the adaptive window is ([`super::streams`]). At first,
+//! faults do not look. Some faults near each other form a stream: then the window opens, and doubles with each fault of
+//! the stream, up to a whole table. So scattered accesses map no page in vain.
 //!
-//! A question to the host costs as much as several faults, for one page or for a hundred. So the question is not only
-//! about the window. It is about twice as many pages as the run in the host's last reply contained. The run in the new
-//! reply serves the next windows ([`Resident`]).
+//! To ask the host which pages are resident costs as much as several faults, for one page or for a hundred. So a fault
+//! asks not only about its window, but about twice as many pages as the longest run in the host's last reply had. The
+//! longest run in the new reply serves the next windows, too ([`Resident`]).
 
 use core::ops::Range;
 
@@ -31,7 +31,7 @@ use crate::table::{Key, Reached};
 use crate::vm::Sequence;
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Maps the resident pages in the window around the page, if a new leaf of level 1 was installed for the page.
+    /// If the fault has installed a new leaf of level 1, maps resident pages in the window around its page.
     #[inline]
     pub(super) fn prefetch(&mut self) {
         let policy = self.vcpu.vm().policy.prefetch();
@@ -41,7 +41,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return;
         }
         let trail = self.trail();
-        // The guest's tables decide which pages are beside a small page of the guest (`Vcpu::prefetch_guest`).
+        // If the guest maps small pages, adjacent virtual pages need not be adjacent frames: see
+        // `Vcpu::prefetch_guest`.
         if trail.is_some_and(|trail| trail.leaf_level() == Level::PAGE) {
             return;
         }
@@ -62,7 +63,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 }
 
-/// Pages that adjacent entries of a guest's table map: consecutive, and with equal rights.
+/// A run of adjacent entries of a guest table that map consecutive frames with equal rights.
 #[derive(Clone, Copy)]
 struct GuestRun {
     index: PageIndex,
@@ -73,26 +74,26 @@ struct GuestRun {
 
 /// The result of [`Vcpu::map_resident`] for a range.
 struct Mapped {
-    /// The first page of the range that is not mapped, because it is not resident, or because a larger leaf fits it.
+    /// The first page of the range that is not mapped by then. It is not resident, or a larger leaf can map it.
     end: Gfn,
     /// The number of pages that the call mapped.
     installed: u64,
     /// Whether the platform reported all pages of the range as resident.
     all_resident: bool,
-    /// The largest level of a leaf for the first page, if that page is resident.
+    /// The largest level at which a leaf can map the first page of the range; level 1 if that page is not resident.
     fits: Level,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Maps pages of the guest's entries beside the entry for `gva`, which `trail` has just mapped. Chooses the entries
-    /// whose accessed flag is set and whose memory is resident (KVM: `pte_prefetch`).
+    /// Maps pages beside the page of `gva`, which was just mapped by `trail`. Chooses those whose entries in the
+    /// guest's level 1 table have the accessed flag set, and whose memory is resident (KVM: `pte_prefetch`).
     pub(super) fn prefetch_guest<W: HostWords>(&mut self, gva: u64, trail: &Trail, words: &mut W) {
         if trail.leaf_level() > Level::PAGE {
             return;
         }
         let page = PageIndex::of_gva(gva);
         let policy = self.vm().policy.prefetch();
-        // Streams consist of faults at pages near each other, virtual or guest-physical.
+        // Here a stream consists of faults at virtual pages near each other.
         if let Some(window) = self.streams.fault(page.as_gfn(), policy) {
             let first = page.at(Level::PAGE) - (page.as_gfn().0 - window.start.0) as usize;
             let last = first + (window.end.0 - window.start.0) as usize;
@@ -101,8 +102,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps the resident, absent pages that the entries `window` map, in the guest's table that maps `page`. Returns
-    /// the number of pages mapped.
+    /// Maps the pages of the entries `window` of the guest table that maps `page`, as far as they are resident and not
+    /// mapped yet. Returns the number of pages mapped.
     fn map_guest_window<W: HostWords>(
         &mut self,
         page: PageIndex,
@@ -148,8 +149,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         installed + self.map_guest_run(run, trail, sequence)
     }
 
-    /// Finds the slot of `gfn`. `None`: no slot, or its pages may not be mapped before they are accessed, because it
-    /// has no backing for the frame, or because it logs.
+    /// Finds the slot of `gfn`. `None`: there is no slot, or it has no backing for the frame, or it logs, so that its
+    /// pages must not be mapped before an access.
     #[inline]
     fn unlogged_slot(&mut self, gfn: Gfn) -> Option<SlotFacts> {
         let (set, slot) = self.find_slot(gfn);
@@ -157,7 +158,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         SlotFacts::of::<F>(slot, gfn, &set.private)
     }
 
-    /// Maps the resident, absent pages of `run`, beside the page of `trail`. Returns the number of pages mapped.
+    /// Maps the pages of `run`, which are beside the page of `trail`, as far as they are resident and not mapped yet.
+    /// Returns the number of pages mapped.
     fn map_guest_run(&mut self, run: Option<GuestRun>, trail: &Trail, sequence: Sequence) -> u64 {
         let Some(run) = run else {
             return 0;
@@ -178,8 +180,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
-    /// Calls [`Self::map_resident`] with the resident pages that the current stream knows. Returns the number of pages
-    /// mapped.
+    /// Calls [`Self::map_resident`] with the run of resident pages that the current stream remembers, and updates that
+    /// run. Returns the number of pages mapped.
     fn map_for_stream(
         &mut self,
         range: Range<Gfn>,
@@ -193,9 +195,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         mapped.installed
     }
 
-    /// Maps the resident, absent pages of `range`, which is in the slot and in one table of level 1. If `resident` does
-    /// not contain the whole range, asks the platform, and stores the longest run that the platform reports in
-    /// `resident`.
+    /// Maps the pages of `range` that are resident and not mapped yet, with leaves of level 1. The range is in the slot
+    /// and in one table of level 1. If the run `resident` does not contain the whole range, asks the platform which
+    /// pages are resident, and stores the longest run of its reply in `resident`.
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
@@ -274,10 +276,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, this counts no fault of the
-    /// guest. Makes pages resident that are not. Returns the number of bytes mapped from `range.start` on, at least one
-    /// page. The vCPU may have left its section meanwhile: the attention word tells whether translations that it
-    /// remembers are still valid. A hypervisor whose CPU walks the tables calls [`Self::hardware_prefault`].
+    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, this does not count as faults
+    /// of the guest. Makes pages resident that are not yet. Returns the number of bytes mapped from `range.start` on,
+    /// at least one page. The vCPU may leave its section during the call: after it, the attention word tells whether
+    /// translations that the vCPU remembers are still valid. A hypervisor whose CPU walks the tables calls
+    /// [`Self::hardware_prefault`].
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
@@ -302,9 +305,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps the resident pages in one level 1 table, or by the leaves of one table above, or else one leaf. Returns the
-    /// address after the mapped pages. The platform was already asked about the pages before `asked`, or asked to
-    /// populate them: pages there that are still not mapped are mapped leaf by leaf.
+    /// Maps some of the memory from `gpa` on: the resident pages of one level 1 table, or huge pages of one higher
+    /// table, or, if there are none, one leaf. Returns the address after the mapped pages. The platform was already
+    /// asked about, or to populate, the pages before `asked`. So pages before `asked` that are not mapped yet are
+    /// mapped leaf by leaf.
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa, asked: &mut Gfn) -> Result<Gpa, Stop> {
         let gfn = F::GRANULE.gfn(gpa);
         let end = Gfn(end.0.div_ceil(F::GRANULE.bytes()));
@@ -332,8 +336,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, level).end))
     }
 
-    /// Makes the platform populate the pages from `gfn` to `end` that are in the slot of `gfn`. All of them are in one
-    /// level 1 table.
+    /// Makes the platform populate the pages from `gfn` to `end` that are in the slot of `gfn`. The caller passes pages
+    /// of one level 1 table.
     fn populate(&mut self, gfn: Gfn, end: Gfn) {
         let (set, slot) = self.find_slot(gfn);
         let Some(slot) = slot.and_then(|slot| SlotFacts::of::<F>(slot, gfn, &set.private)) else {
@@ -348,7 +352,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         });
     }
 
-    /// Maps the resident pages from `gfn` to `end`, in one level 1 table and one slot.
+    /// Maps the resident pages from `gfn` to `end`, or to the end of the level 1 table or the slot of `gfn`, with
+    /// leaves of level 1.
     fn prefault_resident(&mut self, gfn: Gfn, end: Gfn) -> Mapped {
         let none = Mapped {
             end: gfn,
@@ -362,7 +367,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return none;
         };
         let end = end.min(slot.gfns.end);
-        // One table for each remaining region of level 2. The platform provides the frames in batches.
+        // Allocate one level 1 table for each 2 MiB (with pages of 4 KiB) up to `end`, in batches.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
         let at = (self.pause(Reached::nothing::<F>(self.key(gfn))), None);
@@ -370,9 +375,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.map_resident(gfn..end, at, &slot, sequence, &mut None)
     }
 
-    /// Maps the resident pages from `gfn` to `end`, in one table and one slot, by leaves of `level`, the largest level
-    /// that fits `gfn`. Returns the first page that is not mapped then. Raises `asked` to the end of the pages that it
-    /// has tried to map.
+    /// Maps the resident pages from `gfn` to `end`, or to the end of the table or the slot of `gfn`, by leaves of
+    /// `level`, the largest level at which a leaf can map `gfn`. Returns the first page that is not mapped then. Raises
+    /// `asked` to the end of the pages that it tried to map.
     fn prefault_huge(&mut self, gfn: Gfn, end: Gfn, level: Level, asked: &mut Gfn) -> Gfn {
         let sequence = self.vm().in_progress.sequence();
         let Some(slot) = self.unlogged_slot(gfn) else {
@@ -413,7 +418,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let mapped = tables.map_absent(&mut target, level, leaves, leaf, path, valid);
                     if let Ok(new) = mapped {
                         installed += new;
-                        // If fewer leaves were installed, some entries refer to tables, in which pages may be missing.
+                        // If fewer than `leaves` were installed, some entries refer to tables, whose pages may not all
+                        // be mapped.
                         if new == leaves && next == start {
                             next = tried;
                         }

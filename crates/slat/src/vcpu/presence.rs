@@ -8,17 +8,17 @@ use crate::addr::Gpa;
 use crate::sync::InSection;
 use crate::sync::quiesce::{Reader, Readers};
 
-/// A vCPU's reader, whether the reader is in a section, and the tables that the vCPU has reached in that section.
+/// A vCPU's reader, whether the reader is in a section, and the tables that the vCPU has reached during the section.
 pub(super) struct Presence {
-    /// The vCPU's reader. The VM keeps its memory, and only this vCPU uses it.
+    /// The vCPU's reader. The VM owns the reader's memory; only this vCPU uses it.
     pub(super) reader: NonNull<Reader>,
-    /// Walks may begin for addresses below this one: in a section, the end of the addresses that the tables translate;
-    /// otherwise 0. So one comparison checks both.
+    /// In a section, the end of the addresses that the tables translate; outside a section, 0. A walk may begin for an
+    /// address below this, so one comparison checks both conditions.
     pub(super) walkable: Gpa,
-    /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical
-    /// addresses below `walkable` and of virtual addresses. Empty outside a section.
+    /// The level 1 tables that walks have reached in this section since its last quiescent point: for guest-physical
+    /// addresses below `walkable`, and for virtual addresses. Empty outside a section.
     pub(super) tables: PagingStructureCache,
-    /// The number of times that the vCPU has entered a section after it had missed a flush.
+    /// How often a flush took place while the vCPU was outside a section, as noticed when it entered the next section.
     pub(super) missed: u64,
 }
 
@@ -37,15 +37,15 @@ impl Presence {
     #[inline(always)]
     pub(super) fn section(&self) -> InSection<'_> {
         assert!(self.is_entered(), "a vCPU outside its reader section");
-        // SAFETY: `walkable` says that the reader, which only this vCPU owns, is in a section; only methods that borrow
-        // the vCPU mutably end the section.
+        // SAFETY: `walkable` is not 0, so the reader, which only this vCPU uses, is in a section; only methods that
+        // borrow the vCPU mutably end the section.
         unsafe { InSection::assume() }
     }
 
-    /// Begins a section. Returns whether translations from before are void.
+    /// Begins a section. Returns whether translations that the vCPU remembers from earlier are void.
     pub(super) fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
         if self.is_entered() {
-            // Entering a section while in a section passes a quiescent point.
+            // If the vCPU is already in a section, this call is a quiescent point, which empties the cache.
             self.tables.clear();
         }
         let missed = self.reader().enter(readers, token);
@@ -59,7 +59,7 @@ impl Presence {
         self.reader().quiesce(readers);
     }
 
-    /// Ends the section. Returns the value of `walkable` in the section.
+    /// Ends the section. Returns the value that `walkable` had in the section.
     pub(super) fn leave(&mut self) -> Gpa {
         self.tables.clear();
         let walkable = replace(&mut self.walkable, Gpa(0));

@@ -1,5 +1,5 @@
-//! The reader section of a vCPU: how the vCPU enters and leaves it, acknowledges flushes, and finds out that it has
-//! missed one.
+//! The reader section of a vCPU: how the vCPU enters and leaves the section, acknowledges flushes, and notices that a
+//! flush took place outside.
 
 use core::ops::{Deref, DerefMut};
 
@@ -13,33 +13,33 @@ use crate::trace::Event;
 use crate::vcpu::translate::Stop;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Enters a reader section, which ends when the guard is dropped. Meanwhile flushes wait for this CPU. `token`
-    /// tells the platform which CPU to kick (a thread id). If translations may have been flushed since the last
+    /// Enters a reader section, which ends when the guard is dropped. During the section, flushes wait for this vCPU.
+    /// `token` (a thread id) tells the platform which thread to kick. If a flush took place since the vCPU's last
     /// section, raises [`Attention::FLUSH`].
     ///
     /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives until the end of the `match`, like every
-    /// temporary in its head. So an arm that waits for a flush, for example because it changes slots, waits forever.
-    /// Bind the result first: `let mapped = vcpu.enter(0).prefault(range);`.
+    /// temporary in its head. So an arm that waits for a flush, for example because it changes slots, waits forever. To
+    /// avoid this, bind the result first: `let mapped = vcpu.enter(0).prefault(range);`.
     pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
         self.enter_unguarded(token);
         Entered(self)
     }
 
-    /// Like [`Self::enter`], but the caller has to call [`Self::leave`] on every path, including a panic's. Use it if
-    /// the vCPU is a field of an object that is borrowed as a whole while the vCPU is entered.
+    /// Like [`Self::enter`], but without a guard: the caller must call [`Self::leave`] on every path, also after a
+    /// panic. Use this if the vCPU is a field of an object that must be borrowed as a whole while the vCPU is entered.
     pub fn enter_unguarded(&mut self, token: usize) {
         self.token = token;
         self.come_in(F::GRANULE.gpa(all_gfns::<F>().end));
     }
 
-    /// Ends the reader section. Translations may be kept if the CPU checks the attention word after the next
+    /// Ends the reader section. The CPU may keep its translations if it checks the attention word after the next
     /// [`enter`](Self::enter), before it uses them.
     pub fn leave(&mut self) {
         self.flags_in = None;
         self.presence.leave();
     }
 
-    /// Acknowledges all flushes so far. The caller has dropped every translation that it was given.
+    /// Acknowledges all flushes so far. Call after dropping every translation that the CPU remembers.
     pub fn quiesce(&mut self) {
         self.flags_in = None;
         self.presence.quiesce(&self.vm.readers);
@@ -54,8 +54,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `wait` outside the reader section, where it may take any time. If a flush takes place meanwhile, the value
-    /// of [`Self::missed`] changes.
+    /// Leaves the reader section, runs `wait`, which may take any time, and enters a new section. If a flush took place
+    /// meanwhile, [`Self::missed`] returns another value than before.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&Self) -> R) -> R {
         let walkable = self.presence.leave();
         let answer = wait(self);
@@ -63,8 +63,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Returns how often the vCPU has entered a section after missing a flush. If the number has changed, every
-    /// translation from before is void.
+    /// Returns how often the vCPU, entering a section, has noticed a flush that took place outside. If the number has
+    /// changed, every translation that the vCPU remembers from before is void.
     #[inline]
     pub(super) fn missed(&self) -> u64 {
         self.presence.missed
@@ -73,7 +73,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Runs `access`, which may leave the reader section.
     ///
     /// # Errors
-    /// [`Stop::Retry`] if a flush took place meanwhile, whatever `access` returns; otherwise the errors of `access`.
+    /// [`Stop::Retry`] if a flush took place while the vCPU was outside, whatever `access` returns; otherwise the
+    /// errors of `access`.
     #[inline]
     pub(super) fn unless_flushed<R, E: From<Stop>>(
         &mut self,
@@ -87,9 +88,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `work`, which may leave the reader section, for the owner of the CPU. If a flush takes place meanwhile, the
-    /// result must tell the owner: `says_void` must be true for it. Otherwise the CPU would continue to use the
-    /// translations that it was given before. Builds for tests assert this.
+    /// Runs `work`, which may leave the reader section. If a flush takes place while the vCPU is outside, the result
+    /// must tell the caller of the vCPU that its translations are void: `says_void` must return `true` for the result.
+    /// Otherwise the CPU would continue to use them. Debug builds assert this.
     #[inline]
     pub(super) fn for_owner<R>(
         &mut self,
@@ -105,8 +106,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Lets threads that have requested a flush continue, in the middle of a long operation. Translations that the CPU
-    /// remembers may be void afterwards: the request stays raised.
+    /// Call regularly during a long operation: leaves the reader section for a moment if a flush is requested, so that
+    /// the requesting threads can continue. Afterwards translations that the CPU remembers may be void;
+    /// [`Attention::FLUSH`] stays raised.
     pub(crate) fn pass(&mut self) {
         if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             self.outside(|_| ());

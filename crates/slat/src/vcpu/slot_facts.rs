@@ -1,4 +1,4 @@
-//! The facts about its slot that a fault needs.
+//! A copy of the facts about a memslot that a fault needs.
 
 use core::ops::Range;
 use core::ptr;
@@ -10,11 +10,11 @@ use crate::shadow::trail::Trail;
 use crate::slots::{Limits, Memslot, PrivateFrames};
 use crate::vm::{DirtyLog, LogKind, leaf_of};
 
-/// The facts about its slot that a fault needs. They are copied because the slot may be deleted while the backing is
-/// resolved.
+/// The facts about the memslot of a fault's page that the fault needs. They are copied because the slot may be deleted
+/// while the platform resolves the backing.
 pub(super) struct SlotFacts {
     pub(super) id: u32,
-    /// The range of the slot's frames around the page that are all private, or all shared, like the page.
+    /// The largest range of the slot's frames around the page that are all private or all shared, like the page.
     pub(super) gfns: Range<Gfn>,
     /// The backing address of the first frame of `gfns`.
     pub(super) hva_base: Hva,
@@ -28,13 +28,14 @@ pub(super) struct SlotFacts {
     pub(super) limits: Limits,
     /// The kind of the slot's dirty log, if it has one.
     pub(super) log: Option<LogKind>,
-    /// The address of the log, to identify it. The install looks up the log again. (Holding a share of the log would
-    /// make every vCPU write its reference count in every fault.)
+    /// The address of the log, only to compare it: the install looks up the log again. (To own the log, every fault
+    /// would have to write the log's reference count, which all vCPUs share.)
     pub(super) log_at: Option<*const DirtyLog>,
 }
 
 impl SlotFacts {
-    /// Returns the facts. `None`: the frame is private, and the slot has no private backing.
+    /// Returns the facts about `slot` for its frame `gfn`. `None`: the frame is private, and the slot has no private
+    /// backing.
     #[inline(always)]
     pub(super) fn of<F: Format>(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
         let (private, alike) = private.around(gfn);
@@ -60,14 +61,15 @@ impl SlotFacts {
         })
     }
 
-    /// Returns the addresses that back a leaf of `level` around `gfn`, the page of these facts. The leaf is in `gfns`.
+    /// Returns the addresses that back a leaf of `level` that maps `gfn`, the page of these facts. The leaf is within
+    /// `self.gfns`.
     pub(super) fn hvas<F: Format>(&self, gfn: Gfn, level: Level) -> Range<Hva> {
         let start = Hva(self.hva.0 - (F::GRANULE.page_in(gfn, level) << F::GRANULE.shift()));
         start..F::GRANULE.add_pages(start, F::GRANULE.pages(level))
     }
 
-    /// Extends `range` to multiples of a power of two: the largest one that is at most `pages` and at most the pages
-    /// of a table. Returns the part of that range that is in the slot.
+    /// Extends `range` on both sides to multiples of the largest power of two that is at most `pages` and at most the
+    /// number of pages of a table. Returns the part of that range that is in `self.gfns`.
     pub(super) fn around<F: Format>(&self, range: &Range<Gfn>, pages: u64) -> Range<Gfn> {
         let pages = 1 << pages.clamp(1, F::GRANULE.pages(Level::MEGA)).ilog2();
         let (start, end) = (
@@ -77,22 +79,22 @@ impl SlotFacts {
         self.gfns.start.max(Gfn(start))..self.gfns.end.min(Gfn(end))
     }
 
-    /// Whether leaves of the slot, or leaves in shadow pages of the guest's tables, must not be writable before a
-    /// write was noted.
+    /// Whether a leaf of the slot (if `shadowed`, a leaf in a shadow page of a guest table) must be write-protected
+    /// until a write was recorded.
     pub(super) fn protects(&self, shadowed: bool) -> bool {
         let protects = |log: LogKind| log.protects() || shadowed && log == LogKind::Buffers;
         self.log.is_some_and(protects)
     }
 
-    /// Whether the slot's log is kept in the leaves' dirty bits. A slot that moves keeps this log: its dirty bits are
-    /// noted as pages of the slot, and meanwhile no leaf may be added
+    /// Whether the dirty bits of the slot's leaves are part of its log. When such a slot moves, the dirty bits of its
+    /// old leaves are recorded in the log, and during the move no leaf may be added
     /// ([`InProgress::is_slot_moving`](crate::vm::InProgress)).
     pub(super) fn takes_its_dirt_along(&self) -> bool {
         self.log.is_some_and(|log| !log.protects())
     }
 
-    /// Returns the leaf for the page `host` of the slot, for an access now or later. `trail`: the path to the leaf
-    /// through the guest's tables, which limit its rights.
+    /// Returns the leaf for the page `host` of the slot, for `access`. In a shadow page, `trail` is the path through
+    /// the guest's tables, which limits the leaf's rights.
     #[inline(always)]
     pub(super) fn leaf(&self, host: &HostPage, access: Access, trail: Option<&Trail>) -> Leaf {
         let protects = self.protects(trail.is_some());

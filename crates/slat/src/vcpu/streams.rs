@@ -1,14 +1,14 @@
-//! Streams: the sequences of nearby faults that a vCPU is making. Decides how far ahead of each stream faults look for
-//! resident pages, and how often.
+//! Streams: sequences of faults of a vCPU at pages near each other. They decide how many pages around it a fault looks
+//! at for prefetch, and which faults look.
 //!
-//! A fault within [`Stream::NEAR`] pages of the last window of a stream continues that stream, in either direction. Any
-//! other fault begins a stream, which replaces the stream that was continued longest ago. There are several streams
-//! because copying memory makes two.
+//! A fault within [`Stream::NEAR`] pages, in either direction, of the last window of a stream continues that stream.
+//! Any other fault begins a new stream, which replaces the stream that was continued longest ago. A vCPU has several
+//! streams because a copy of memory, for example, makes two.
 //!
 //! A look that asks the platform may cost as much as ten faults. So after each look in vain, a smaller share of the
-//! faults look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: then the memory is used for the
-//! first time. The first look of a stream is also in vain if no fault continues the stream after it: then the guest's
-//! accesses are scattered.
+//! faults look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing, as when the guest uses memory for
+//! the first time. The first look of a stream is also in vain if no later fault continues the stream, as when the
+//! guest's accesses are scattered.
 
 use core::mem::take;
 use core::ops::Range;
@@ -24,7 +24,7 @@ pub(super) struct Streams {
     streams: [Stream; Self::NUMBER],
     /// The index of the stream to which the last fault belongs.
     current: usize,
-    /// The number of faults so far.
+    /// The number of calls of [`Streams::fault`] so far.
     faults: u64,
     /// Decides whether the first fault of a new stream looks for resident pages.
     first_looks: Pause,
@@ -32,16 +32,17 @@ pub(super) struct Streams {
 
 /// A stream of faults at pages near each other. A page is a guest frame, or with the shadow MMU a virtual page.
 pub(super) struct Stream {
-    /// The window at which the last fault looked; if it did not look, the fault's page alone.
+    /// The window at which the last fault of the stream looked; if that fault did not look, only its page.
     window: Range<Gfn>,
-    /// The number of pages in the adaptive window, if the window is open ([`Self::OPEN`]).
+    /// The number of pages in the adaptive window. Below [`Self::OPEN`], the window is not open yet, and faults do not
+    /// look.
     size: u64,
     looked: Looked,
     /// Decides which later faults of the stream look for resident pages.
     pause: Pause,
     /// The resident pages that the platform has reported in the last window and around it.
     pub(super) resident: Option<Resident>,
-    /// [`Streams::faults`] at the last fault of the stream.
+    /// The value of [`Streams::faults`] at the last fault of the stream.
     last: u64,
 }
 
@@ -56,10 +57,10 @@ enum Looked {
     Rightly,
 }
 
-/// A run of resident pages, which the platform reported after `sequence` was read. The vCPU may use the run as long as
-/// `sequence` is current, like a fault that installs its page late: both check the sequence at the install
-/// ([`crate::vm::InProgress::holds`]). So the run becomes stale by an invalidation of memory that a slot uses, by a
-/// conversion, or when a slot is deleted, moved or changed. No other vCPU uses the run.
+/// A run of resident pages, which the platform reported after `sequence` was read. Only one vCPU uses the run, and only
+/// as long as `sequence` is current: like any fault, it checks the sequence when it installs a leaf
+/// ([`crate::vm::InProgress::holds`]). So the run becomes stale when memory of a slot is invalidated, when memory is
+/// converted between private and shared, or when a slot is deleted, moved or changed.
 #[derive(Clone, Copy)]
 pub(super) struct Resident {
     pub(super) sequence: Sequence,
@@ -71,15 +72,15 @@ pub(super) struct Resident {
 struct Pause {
     /// The number of consecutive looks in vain, up to [`Self::LONGEST`].
     in_vain: u32,
-    /// The number of faults that do not look before the next look.
+    /// The number of faults that still must not look before the next look.
     left: u32,
 }
 
 impl Pause {
-    /// log2 of a number that is greater than the length of every pause.
+    /// The longest pause is 2^`LONGEST` - 1 faults.
     const LONGEST: u32 = 6;
 
-    /// Returns whether this fault looks for resident pages.
+    /// Returns whether the current fault may look; otherwise counts it as one fault of the pause.
     fn is_over(&mut self) -> bool {
         let is_over = self.left == 0;
         match is_over {
@@ -89,7 +90,7 @@ impl Pause {
         is_over
     }
 
-    /// Call when it is known whether a look was in vain.
+    /// Call when it is known whether a look was in vain. Begins the next pause.
     fn learn(&mut self, in_vain: bool) {
         self.in_vain = match in_vain {
             true => (self.in_vain + 1).min(Self::LONGEST),
@@ -104,7 +105,7 @@ impl Pause {
 }
 
 impl Default for Stream {
-    /// Returns a stream that no fault continues.
+    /// Returns an unused stream, which no fault continues.
     fn default() -> Self {
         Stream {
             window: Gfn(u64::MAX)..Gfn(u64::MAX),
@@ -118,13 +119,15 @@ impl Default for Stream {
 }
 
 impl Stream {
-    /// The number of pages in the adaptive window when it opens. The size doubles with each fault, so the window opens
-    /// at the stream's fifth fault: if the stream ends soon, a look costs more than the faults that it saves.
+    /// The size at which the adaptive window opens. The size begins at 1 page and doubles with each fault, so the
+    /// window opens at the stream's fifth fault. Before that a stream may end soon, and a look would cost more than the
+    /// faults that it saves.
     const OPEN: u64 = 16;
-    /// The largest number of pages in the adaptive window: the pages of a table of 4 KiB. So with any granule one table
-    /// maps them.
+    /// The largest number of pages in the adaptive window: the number of entries of a 4 KiB table. Larger tables have
+    /// more entries, so with any granule one table maps the window.
     const MOST: u64 = Granule::Kib4.entries() as u64;
-    /// The distance within which a fault continues a stream. A guest may use only every second page, or every eighth.
+    /// The distance in pages within which a fault continues a stream. It is above 1 because a guest may use, for
+    /// example, only every second or every eighth page.
     const NEAR: u64 = 8;
 
     fn is_near(&self, page: Gfn) -> bool {
@@ -137,8 +140,8 @@ impl Stream {
 impl Streams {
     const NUMBER: usize = 4;
 
-    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there;
-    /// then the caller calls [`Self::looked`].
+    /// Call after a fault that mapped `page`. Returns the aligned window around the page if the fault is to look; then
+    /// the caller must look, and call [`Self::looked`]. `None`: the fault does not look.
     pub(super) fn fault(&mut self, page: Gfn, policy: Prefetch) -> Option<Range<Gfn>> {
         self.faults += 1;
         if !self.continue_at(page) {
@@ -168,7 +171,7 @@ impl Streams {
         Some(stream.window.clone())
     }
 
-    /// Continues the stream near `page`. Returns whether there is such a stream.
+    /// Continues the stream near `page`. Returns `false` if there is no such stream.
     fn continue_at(&mut self, page: Gfn) -> bool {
         let is_near = |stream: &Stream| stream.is_near(page);
         let Some(at) = self.streams.iter().position(is_near) else {
@@ -195,12 +198,12 @@ impl Streams {
         }
     }
 
-    /// Returns the stream of the last fault.
+    /// Returns the stream to which the last fault belongs.
     pub(super) fn current(&mut self) -> &mut Stream {
         &mut self.streams[self.current]
     }
 
-    /// Call after the last fault has looked and mapped `installed` pages there.
+    /// Call after the last fault has looked at its window and mapped `installed` pages.
     pub(super) fn looked(&mut self, installed: u64) {
         let stream = self.current();
         stream.pause.learn(installed == 0);
@@ -217,7 +220,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a fault at each of `pages`, of resident memory. Returns how many pages each fault maps.
+    /// Makes a fault at each of `pages`, as if all memory were resident. Returns the size of each fault's window.
     fn mapped(streams: &mut Streams, policy: Prefetch, pages: &[u64]) -> Vec<u64> {
         let mut sizes = Vec::new();
         for page in pages {
@@ -237,7 +240,7 @@ mod tests {
         let mut sizes = |pages: &[u64]| mapped(&mut streams, Prefetch::Adaptive, pages);
         assert_eq!(sizes(&[0, 1, 2, 3, 4, 16, 32]), [1, 1, 1, 1, 16, 32, 64]);
         assert_eq!(sizes(&[64, 128, 256, 512]), [128, 256, 512, 512]);
-        // The second stream goes downwards, and alternates with the first stream, which continues.
+        // A second stream, with descending pages, alternates with the first stream, which continues.
         let turns = [9007, 1024, 9006, 1536, 9005, 2048, 9004, 2560, 9003];
         assert_eq!(sizes(&turns), [1, 512, 1, 512, 1, 512, 1, 512, 16]);
         assert_eq!(sizes(&[8991, 3072]), [32, 512]);
@@ -280,7 +283,7 @@ mod tests {
         let sizes = mapped(&mut streams, Prefetch::Window(8), &pages);
         let looks = sizes.iter().filter(|size| **size > 1).count();
         assert!((10..24).contains(&looks), "{looks} looks");
-        // A look at the host's pages that maps some of them ends the pause.
+        // Now let the next fault look. Its stream continues, so its look was not in vain, and the pauses end.
         streams.first_looks.left = 0;
         assert_eq!(
             mapped(&mut streams, Prefetch::Window(8), &[0, 8, 1 << 40]),

@@ -1,9 +1,9 @@
-//! Accesses of a vCPU: the walk, and the steps that follow if the walk finds no entry that allows the access.
+//! Translates an access of a vCPU. There are three steps, each used if the previous one does not suffice:
 //!
-//! 1. A look-up in the level 1 table that an earlier walk has found, or a walk from the root. Takes no lock and needs
-//!    no slot. The next steps continue from where this walk has ended.
-//! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit has to be set; or an MMIO entry of the current
-//!    generation, which reports MMIO without a slot look-up.
+//! 1. A look-up in the level 1 table that an earlier walk has found, or a walk from the root. This takes no lock and
+//!    needs no slot. The next steps continue where this walk has ended.
+//! 2. [`Vcpu::translate_mapped`]: sets the accessed or dirty bit of a leaf that allows the access; or finds an MMIO
+//!    entry of the current generation, and so reports MMIO without a slot look-up.
 //! 3. A fault ([`super::fault`]).
 
 use core::fmt;
@@ -17,18 +17,18 @@ use crate::table::Reached;
 use crate::trace::Event;
 use crate::vm::Mapping;
 
-/// A page of guest memory as the second level (the nested tables of the VM) translates it.
+/// The translation of a page of guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// The first byte of the host page. The page has the size of the format's granule, for example 4 KiB.
+    /// The address of the host page. The page has the size of the format's granule, for example 4 KiB.
     pub host: Hpa,
     /// The level of the leaf that maps the page.
     pub level: Level,
-    /// Whether writes need neither another fault nor a dirty bit to be set.
+    /// Whether later writes may use this translation: the leaf is writable and already dirty.
     pub write: bool,
-    /// Whether fetches need no other fault.
+    /// Whether instruction fetches may use this translation.
     pub execute: bool,
-    /// For a translation for a write: whether the page contains a table of the guest that is shadowed. If so, call
+    /// Set only if the access is a write: whether the page contains a guest table that is shadowed. If so, call
     /// [`Vcpu::stored`] after the store.
     pub tracked: bool,
 }
@@ -37,37 +37,39 @@ pub struct Translation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {
-    /// No memslot contains the page, or the access is a write to a read-only memslot. The client emulates the access.
+    /// No memslot contains the page, or the access is a write to a read-only memslot. The client must emulate the
+    /// access.
     Mmio {
         /// The address that was accessed.
         gpa: Gpa,
     },
     /// The guest fetches an instruction from a memslot that does not have the right to execute, or whose memory is not
-    /// write-back ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). Nothing was changed.
+    /// write-back ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). The access changed nothing.
     NoExecute {
         /// The address that was accessed.
         gpa: Gpa,
     },
-    /// The vCPU has left its section, and a flush was done meanwhile, or its attention word is set. Every translation
-    /// that it remembers is void: drop them, call [`Vcpu::quiesce`], check the attention word, and execute again.
+    /// A flush took place while the vCPU was outside its section, or its attention word is set. Every translation that
+    /// the CPU remembers is void: drop them, call [`Vcpu::quiesce`], check the attention word, and execute the access
+    /// again.
     Retry,
-    /// The memslot's backing cannot be resolved: KVM_RUN returns EFAULT.
+    /// The platform cannot resolve the memslot's backing. (KVM_RUN returns EFAULT in this case.)
     BadAddress {
         /// The address that was accessed.
         gpa: Gpa,
-        /// The address that backs its page.
+        /// The address that backs the page.
         hva: Hva,
         /// The platform's error.
         error: ResolveError,
     },
-    /// The vCPU's dirty ring is full up to its reserve: the client collects entries, resets the ring, and runs the vCPU
-    /// again. Nothing was changed.
+    /// The vCPU's dirty ring is full except for its reserve. The client must collect ring entries, reset the ring, and
+    /// run the vCPU again. The access changed nothing.
     DirtyRingFull,
-    /// The client can repair the cause of the access: KVM_EXIT_MEMORY_FAULT; it is never MMIO. There are three cases.
-    /// The page is private, and has no memslot, or a memslot without private backing, or private backing that cannot be
-    /// resolved. Or the slot's only backing is private, also for shared pages ([`Region::private`](crate::Region)), and
-    /// cannot be resolved. Or the page is not present yet ([`ResolveError::Absent`]): bring the page, and run the vCPU
-    /// again.
+    /// The memory is missing, which the client can repair (KVM_EXIT_MEMORY_FAULT). The access is never MMIO. There are
+    /// three cases. First, the page is private and has no memslot, or its memslot has no private backing, or this
+    /// backing cannot be resolved. Second, the private backing also backs the slot's shared pages
+    /// ([`Region::private`](crate::Region)), and cannot be resolved. Third, the page is not present yet
+    /// ([`ResolveError::Absent`]): provide the page, and run the vCPU again.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
@@ -78,7 +80,7 @@ pub enum Stop {
         /// Whether the platform has reported that the page is not present yet.
         absent: bool,
     },
-    /// No memory for a page table. Nothing was changed.
+    /// There was no memory for a page table. The access changed nothing.
     OutOfMemory {
         /// The address that was accessed.
         gpa: Gpa,
@@ -131,12 +133,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if let Some(leaf) = self.cached_leaf(gpa, access) {
             return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
-        // The two branches are equal. But in the first, the compiler knows the level, which is the common one.
+        // The two branches do the same. But in the first, the common one, the leaf is of level 1, which the compiler
+        // then knows.
         let key = self.key(gfn);
         let reached = match self.walk(gpa) {
             Some(Ok(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
-                    // SAFETY: the walk has found the leaf just now.
+                    // SAFETY: the walk has just found the leaf, in this reader section.
                     unsafe { self.remember(gpa, found.to_remember::<F>()) };
                     return Ok(translation::<F>(leaf, Level::PAGE, gfn));
                 }
@@ -153,7 +156,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_slowly(gpa, access, reached)
     }
 
-    /// Returns how `gfn` is mapped now in the vCPU's address space, like [`Vm::lookup`](crate::Vm::lookup). But it uses
+    /// Returns how `gfn` is mapped now in the vCPU's address space. Like [`Vm::lookup`](crate::Vm::lookup), but it uses
     /// the vCPU's reader section, so it costs only the walk. Like a translation, the result may be used until
     /// [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
@@ -166,7 +169,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space().mapping(self.section(), platform, gfn)
     }
 
-    /// Continues [`Vcpu::translate`] if its walk, which has `reached` a table, did not suffice.
+    /// Continues [`Vcpu::translate`] if its walk found no leaf that is ready for the access. `reached` is where that
+    /// walk ended.
     #[cold]
     #[inline(never)]
     fn translate_slowly(
@@ -181,7 +185,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         )
     }
 
-    /// Ends an access to `gpa`, which the tables cannot translate.
+    /// Ends an access to `gpa`, which is beyond the addresses that the tables translate.
     #[cold]
     fn outside_tables(&self, gpa: Gpa) -> Stop {
         assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
@@ -189,8 +193,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Stop::Mmio { gpa }
     }
 
-    /// Translates `gpa`; maps its page if it is not mapped. Does not count as a fault of the guest. Has the errors of
-    /// [`Vcpu::translate`].
+    /// Translates `gpa` like [`Vcpu::translate`], with the same errors, but counts no fault of the guest.
     pub(super) fn translate_uncounted(
         &mut self,
         gpa: Gpa,
@@ -204,8 +207,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_from(gpa, access, begin, false)
     }
 
-    /// Translates `gpa` by the entry that a walk finds that continues where it has `reached` a table, or by a fault.
-    /// `of_guest`: see [`Vcpu::fault`].
+    /// Translates `gpa`: continues the walk that has `reached` a table, and handles a fault if the entry does not allow
+    /// the access. For `of_guest` see [`Vcpu::fault`].
     fn translate_from(
         &mut self,
         gpa: Gpa,
@@ -213,7 +216,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         reached: Reached,
         of_guest: bool,
     ) -> Result<Translation, Stop> {
-        // A fault may install the page in another table than the cached one.
+        // A fault may install the page in another table than the cached one, so drop the cached table.
         self.forget(gpa);
         let mut walk = self.pause(reached);
         if let Some(answer) = self.translate_mapped(&mut walk, gpa, access) {
@@ -229,7 +232,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.fault(walk, gpa, access, of_guest)
     }
 
-    /// Returns the result of an access to `gpa` by the entry at which `walk` ends. `None`: no entry allows the access.
+    /// Continues `walk`. If it ends at a leaf that allows the access, sets the accessed and dirty bits and returns the
+    /// translation; if it ends at a current MMIO entry, returns [`Stop::Mmio`]. `None`: a fault is needed.
     fn translate_mapped(
         &mut self,
         walk: &mut PausedWalk,
@@ -266,7 +270,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Whether an MMIO entry with these generation bits belongs to the current slot set.
+    /// Whether an MMIO entry that contains the bits `generation` was made in the current generation of the slots.
     pub(super) fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
         self.vm().caches_mmio() && self.slots().generation & mask == generation

@@ -1,4 +1,5 @@
-//! The page walker of a software CPU that fills a buffer, as a hardware walker may ([`crate::vm`], `drain.rs`).
+//! For software CPUs: a page walker that writes the pages whose dirty bits it sets to a buffer, like a hardware walker
+//! with Intel's PML (see `drain.rs` of [`crate::vm`]).
 
 use super::Vcpu;
 use crate::addr::Gfn;
@@ -8,9 +9,9 @@ use crate::sync::walker_buffer::WrittenPages;
 use crate::table::Found;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Sets accessed and dirty in the leaf `found`, which maps `gfn`, like a page walker that fills a buffer: drains
-    /// the buffer if it is full, sets the bits, and writes `gfn` to the buffer. `Some(false)`: the page-table entry has
-    /// changed and nothing was written to the buffer; walk again. `None`: there is no memory for a buffer.
+    /// Sets the accessed and dirty bits of the leaf `found`, which maps `gfn`, and writes `gfn` to the vCPU's buffer;
+    /// if the buffer is full, drains it first. Returns `Some(false)` if the page-table entry has changed: nothing was
+    /// written to the buffer, and the caller must walk again. `None`: there is no memory for a buffer.
     pub(super) fn mark_logged(&self, found: &Found<'_>, gfn: Gfn) -> Option<bool> {
         let (vm, space) = (self.vm(), self.space_index());
         let buffer = self

@@ -1,4 +1,4 @@
-//! Tests a fault step by step, with changes between two of its steps, and with each result of the platform.
+//! Tests that call a fault's steps one by one, make changes between two steps, and cover each result of the platform.
 
 use alloc::sync::Arc;
 use alloc::vec;
@@ -38,7 +38,7 @@ fn vm<F: Format>(region: &Region) -> Arc<Vm<Heap, F>> {
     vm
 }
 
-/// Makes the host return frame n for page n of the guest, mapped at `level`.
+/// Makes the platform resolve guest frame n to host frame n, in a host mapping of `level`.
 fn map_pages(vm: &Vm<Heap, impl Format>, level: Level) {
     *vm.platform.resolve.lock().unwrap() = match level {
         Level::PAGE => |of| Ok(HostPage::new(Pfn(of.gfn.0), Level::PAGE)),
@@ -46,8 +46,8 @@ fn map_pages(vm: &Vm<Heap, impl Format>, level: Level) {
     };
 }
 
-/// Makes a CPU write to `GPA`, and calls `meanwhile` after the fault has chosen its leaf. Returns why the fault
-/// installed no leaf, and the vCPU's counts.
+/// Makes a new vCPU fault for a write to `GPA`, and calls `meanwhile` after the fault has chosen its leaf. Returns why
+/// the install failed (`None`: it did not), and the vCPU's counts.
 fn write_while<F: Format>(
     vm: &Arc<Vm<Heap, F>>,
     attention: u32,
@@ -87,7 +87,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
             id: 0,
             new: Some(new),
         };
-        // The new set is published, but the sequence is not raised yet.
+        // The slot is replaced in a new published set, but the invalidation sequence is not raised.
         let (why, did) = write_while(&vm, 0, || {
             change.replace(&mut [edit], &vm.readers).unwrap();
         });
@@ -96,7 +96,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
         let is_marked = |log: &Shared<DirtyLog>| (0..PAGES).any(|page| log.is_marked(page));
         assert!(!other.as_ref().is_some_and(is_marked));
     }
-    // If the slot does not change meanwhile, the fault installs its leaf, and the log has the write.
+    // If the slot does not change during the fault, the fault installs its leaf, and the log contains the write.
     let vm = vm::<Npt>(&region(LOGGED));
     assert!(write_while(&vm, 0, || ()).0.is_none());
     let change = vm.spaces[0].slots.change(|_| ());
@@ -111,7 +111,7 @@ fn a_fault_waits_for_a_move_only_if_the_log_is_in_the_leaves() {
         vm.set_policy(Setting::parse("dirty_log", method).unwrap());
         vm.set_memory_region(0, &region(LOGGED)).unwrap();
         let moving = vm.in_progress.slot_moves();
-        // A CPU stops waiting when its attention word requests it.
+        // A bit in the attention word makes the vCPU stop waiting for the move.
         let (why, did) = write_while(&vm, Attention::FLUSH << 1, || ());
         assert_eq!(matches!(why, Some(Next::Stop(Stop::Retry))), waits);
         assert_eq!((is_mapped(&vm), did.pf_retried), (!waits, u64::from(waits)));
@@ -295,7 +295,7 @@ fn a_split_that_gives_the_right_is_a_fix() {
         assert_eq!((did.splits, did.pf_fixed, did.pf_spurious), (1, 2, 0));
     }
     check::<Npt>();
-    // The format `Stage2` requires break-before-make.
+    // The same with a format that requires break-before-make.
     check::<Stage2<48>>();
 }
 
@@ -320,7 +320,7 @@ fn a_protected_leaf_is_not_believed_while_a_slot_leaves() {
     assert_eq!((did.pf_fixed, did.pf_fast), (1, 1));
 }
 
-/// The slot is deleted, or moved by a page, while the host is asked for the page.
+/// While the fault asks the host for the page, the slot is deleted, or moved by a page.
 #[test]
 fn a_page_of_a_slot_that_has_left_is_not_installed() {
     let shared = region(SlotFlags(0));
@@ -347,13 +347,13 @@ fn a_page_of_a_slot_that_has_left_is_not_installed() {
     }
 }
 
-/// A guest with tables of its own. Page n of its memory is in frame n.
+/// A guest that has its own page tables. Guest frame n is in host frame n.
 struct Guest {
     vm: Arc<Vm<Heap, X86<5>>>,
     memory: Words,
 }
 
-/// The words of the guest's memory.
+/// The guest's memory, in 64-bit words.
 struct Words(Vec<u64>);
 
 impl HostWords for Words {
@@ -376,19 +376,20 @@ impl HostWords for Words {
     }
 }
 
-/// The guest's tables, from level 4 to level 1. The last table maps the first pages to the frames from `DATA` on.
+/// The guest's tables, from level 4 to level 1. The last table maps the first 512 virtual pages to the frames from
+/// `DATA` on.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
 const DIRECTORY: u64 = TABLES[2];
 const TABLE: u64 = TABLES[3];
 const DATA: u64 = 64;
-/// Present, writable, user; with the flags accessed and dirty.
+/// Flags of a guest's entry: present, writable, user, accessed, dirty.
 const USED: u64 = 0x67;
 const UNUSED: u64 = 0x07;
 const READ_ONLY: u64 = 0x65;
 const USER: u64 = 0x04;
 
 impl Guest {
-    /// The guest's pages: two huge pages.
+    /// The number of pages in the guest's memory: two huge pages.
     const PAGES: u64 = 1024;
 
     /// Makes a guest whose memory the host maps at `level`.
@@ -412,7 +413,8 @@ impl Guest {
         self.memory.0[(table * 512 + index) as usize] = frame << 12 | flags;
     }
 
-    /// Accesses page `page` of the guest in the state `paging`. Returns the page, and the counts of the access.
+    /// Accesses virtual page `page` in the state `paging`. Returns the translation, and what the access has added to
+    /// the VM's counts.
     fn access_in(
         &mut self,
         vcpu: &mut Vcpu<Heap, X86<5>>,
@@ -439,7 +441,7 @@ impl Guest {
         self.access_in(vcpu, &paging(TABLES[0]), page, access)
     }
 
-    /// Makes an access to page `page` that causes a page fault of the guest. Returns the error code.
+    /// Makes an access to virtual page `page`, for which the guest must get a page fault. Returns the error code.
     fn page_fault(&mut self, vcpu: &mut Vcpu<Heap, X86<5>>, page: u64, access: Access) -> u32 {
         loop {
             match vcpu.translate_virtual(page << 12, access, &paging(TABLES[0]), &mut self.memory) {
@@ -451,7 +453,7 @@ impl Guest {
     }
 }
 
-/// Returns the state of a user program's accesses with the table of level 4 in frame `table`.
+/// Returns the paging state of a user program whose table of level 4 is in frame `table`.
 fn paging(table: u64) -> GuestPaging {
     GuestPaging {
         cr3: table << 12,
@@ -468,7 +470,7 @@ fn paging(table: u64) -> GuestPaging {
     }
 }
 
-/// In KVM, a table of level 1 to which the guest may store without a fault has the state `unsync`.
+/// In KVM, the shadow page of a level 1 table to which the guest may store without a fault is called `unsync`.
 #[test]
 fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     let mut guest = Guest::new(Level::PAGE);
@@ -480,7 +482,7 @@ fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut vcpu = vcpu.enter(0);
     guest.access(&mut vcpu, 0, Access::Read);
-    // The flags that the MMU sets in the table are not stores of the guest.
+    // The MMU sets flags in the guest's table: such a write does not count as a store of the guest.
     let (found, did) = guest.access(&mut vcpu, 1, Access::Write);
     assert!(found.write);
     assert_eq!(guest.memory.0[(TABLE * 512 + 1) as usize] & 0xfff, USED);
@@ -501,7 +503,8 @@ fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     }
 }
 
-/// Entries of the shadow pages differ from the guest's tables. The fault zaps such an entry, and no other entry.
+/// The guest changes its tables without reporting the stores. The fault must zap the shadow entry that differs from the
+/// guest's tables, and no other entry.
 #[test]
 fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     const OTHER: u64 = 20;
@@ -518,14 +521,14 @@ fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     assert_eq!(found.host, Hpa((DATA + 7) << 12));
     assert_eq!((did.pf_fixed, did.pf_spurious), (1, 0));
     assert_eq!((did.zapped, did.mmu_pde_zapped), (1, 0));
-    // The guest has replaced its whole table.
+    // The guest replaces its whole level 1 table.
     guest.put(OTHER, 2, DATA + 9, USED);
     guest.put(DIRECTORY, 0, OTHER, USED);
     let (found, did) = guest.access(&mut vcpu, 2, Access::Write);
     assert_eq!(found.host, Hpa((DATA + 9) << 12));
     assert_eq!((did.pf_fixed, did.pf_spurious), (1, 0));
     assert_eq!((did.zapped, did.mmu_pde_zapped), (0, 1));
-    // The entry maps the same page as before, but only for supervisors.
+    // The guest's entry maps the same page as before, but only for supervisors.
     guest.put(OTHER, 3, DATA, READ_ONLY);
     guest.access(&mut vcpu, 3, Access::Read);
     guest.put(OTHER, 3, DATA, USED & !USER);
@@ -555,8 +558,8 @@ fn a_fault_splits_no_huge_leaf_that_the_guests_tables_do_not_say_any_more() {
     assert_eq!(guest.page_fault(&mut vcpu, 512 + 1, Access::Read), 4);
 }
 
-/// While another CPU's flush for the begin of tracking is in progress, the root has to be compared after that flush.
-/// Only faults find such a root.
+/// Another vCPU begins to track the root's guest table, and its flush is in progress. Until that flush is done, only a
+/// fault may return this root, because it must be compared with the guest's table afterwards.
 #[test]
 fn the_root_that_a_fault_has_reached_serves_the_next_accesses() {
     const ROOT: u64 = 20;
@@ -572,7 +575,8 @@ fn the_root_that_a_fault_has_reached_serves_the_next_accesses() {
     let vm = guest.vm.clone();
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut vcpu = vcpu.enter(0);
-    // The write makes the leaf of the page writable, so tracking the table in the page needs a flush.
+    // This write makes the page that contains the root table writable, so a flush is needed to begin tracking the
+    // table.
     guest.access(&mut vcpu, 1, Access::Write);
     let faults = Arc::new(Mutex::new(Vec::new()));
     let (counted, vm_in_flush, words) =

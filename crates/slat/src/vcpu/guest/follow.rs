@@ -16,8 +16,8 @@ use crate::vcpu::translate::Stop;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Call after the guest has completed a store to `bytes` bytes at `gpa`, in one page, if the store's translation
-    /// was [`tracked`](crate::Translation::tracked). Zaps the MMU's entries that came from the old contents. Returns
-    /// whether all translations that the CPU remembers are void now.
+    /// was [`tracked`](crate::Translation::tracked). Zaps the shadow entries that were made from the old contents.
+    /// Returns whether all translations that the CPU remembers are void now.
     ///
     /// # Panics
     /// If the vCPU is not entered ([`Vcpu::enter`]).
@@ -26,7 +26,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
         let missed = self.missed();
-        // The written memory may hold a guest page table that is shadowed in any address space.
+        // The written memory may contain a guest page table, which may be shadowed in any address space.
         for index in 0..self.vm().spaces.len() {
             let tables = self.vm().spaces[index].mmu.get(self.section());
             let is_own = index == self.space_index();
@@ -40,9 +40,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.missed() != missed
     }
 
-    /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops
-    /// the translations of the address that its CPU remembers. Returns whether all its other translations are void,
-    /// too.
+    /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller must
+    /// drop the translations of this address that its CPU remembers. Returns whether all other translations that the
+    /// CPU remembers are void, too.
     ///
     /// # Panics
     /// If the vCPU is not entered ([`Vcpu::enter`]).
@@ -55,9 +55,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.missed() != missed
     }
 
-    /// Compares the guest's tables for `gva` with their shadow pages, if they may differ. Compares all of the guest's
-    /// tables if stores to tables of any level may have gone unnoticed: the processor drops its cached entries of
-    /// tables above the last level for every address.
+    /// Compares the guest's level 1 entry for `gva` with its shadow page, if the two may differ. If the MMU may have
+    /// missed stores to tables of any level, compares all of the guest's tables: INVLPG drops a processor's cached
+    /// entries of higher tables for every address, not only for `gva`.
     pub(super) fn follow_address<W: HostWords>(
         &mut self,
         gva: u64,
@@ -82,8 +82,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (unless the load keeps the TLB),
-    /// a change of CR0 or CR4 that flushes, or INVPCID of more than an address. Compares with their shadow pages those
-    /// guest tables to which stores may have gone unnoticed. The caller drops all translations that its CPU remembers.
+    /// a change of CR0 or CR4 that flushes, or INVPCID of more than one address. Compares the guest tables to which the
+    /// MMU may have missed stores with their shadow pages. The caller must drop all translations that its CPU
+    /// remembers.
     ///
     /// # Panics
     /// If the vCPU is not entered ([`Vcpu::enter`]).
@@ -98,8 +99,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (self.vm()).distrust_stores_elsewhere(self.space_index(), own)
     }
 
-    /// Compares all unsynced pages with the guest's tables, even if that takes flushes: the caller's CPU drops all its
-    /// translations.
+    /// Compares all unsynced shadow pages with the guest's tables. This may need TLB flushes, which is allowed because
+    /// the caller's CPU drops all its translations anyway.
     fn compare_unsynced<W: HostWords>(&mut self, words: &mut W) {
         let distrusts = self.tables().shadow().map(ShadowMmu::distrusts);
         self.compare_in_parts(words);
@@ -109,7 +110,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     fn compare_in_parts<W: HostWords>(&mut self, words: &mut W) {
-        /// The number of pages that are compared at a time.
+        /// The number of shadow pages that are compared at a time.
         const SOME: usize = 32;
         while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
             let mut pages = [None; SOME];
@@ -134,7 +135,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return;
             }
             if left {
-                // Other CPUs store to these tables all the time, so the loop would not reach the remaining pages.
+                // Other CPUs store to these tables all the time, so the loop would never reach the remaining pages. So
+                // zap these.
                 for page in pages.into_iter().flatten() {
                     self.forget_table(page.gfn);
                 }
@@ -142,9 +144,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Compares the entries `indexes` of the shadow page `page` with the guest's table. Zaps the entries that the
-    /// guest's table does not grant any more. `None`: entries were zapped; to zap them, the vCPU has left its reader
-    /// section.
+    /// Compares the entries `indexes` of the shadow page `page` with the guest's table. Zaps the shadow entries that
+    /// the guest's table does not grant any more. `None`: entries were zapped, and the vCPU has left its reader section
+    /// to do this.
     pub(super) fn sync<W: HostWords>(
         &mut self,
         page: PageOf,
@@ -154,7 +156,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
-            // The guest's table cannot be read now, so the entries that came from it are dropped.
+            // The guest's table cannot be read now, so zap all shadow entries that were made from it.
             self.forget_table(page.gfn);
             return None;
         };
@@ -175,8 +177,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         compared
     }
 
-    /// Reads the guest's entries for the entries of `page` from index `first` on. Returns the table's number of
-    /// changes, taken before the read.
+    /// Reads, into `entries`, the guest's entries that the shadow page `page` shadows, from index `first` on. Returns
+    /// how often the MMU had counted a change of the guest's table before this read. `None`: the table cannot be read.
     fn read_table<W: HostWords>(
         &mut self,
         page: &PageOf,
@@ -187,7 +189,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let changes = self.tables().shadow()?.changes_of(page.gfn);
         let mut host = self.reach_table(page.gfn.gpa(), Access::Read);
         if host == Err(Stop::Retry) {
-            // A flush took place while the first try made the page accessible.
+            // The first try has mapped the page, but a flush took place meanwhile.
             host = self.reach_table(page.gfn.gpa(), Access::Read);
         }
         let host = host.ok()?.host;
@@ -198,7 +200,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Some(changes)
     }
 
-    /// Zaps the shadow pages of the guest's table in `gfn`.
+    /// Zaps the shadow pages of the guest table in frame `gfn`.
     pub(in crate::vcpu) fn forget_table(&mut self, gfn: Gfn) {
         let gfns = gfn..gfn.add(1);
         self.outside(|vcpu| {

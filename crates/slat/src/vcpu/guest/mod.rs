@@ -1,19 +1,20 @@
-//! Translates guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk. It
-//! also translates a nested guest's physical addresses, which the guest's tables translate in the same way: in this
-//! module, they count as "virtual" addresses, too.
+//! Translates guest-virtual addresses to host pages, with the shadow MMU. In the same way it translates a nested
+//! guest's physical addresses: the guest's nested tables translate these, and this module calls them "virtual"
+//! addresses, too. There are three steps, each used if the previous one does not suffice:
 //!
-//! 1. The shadow table: takes no lock, needs no slot, and reads no entry of the guest ([`Vcpu::translate_virtual`]).
+//! 1. A walk of the shadow tables. This takes no lock, needs no slot, and reads no entry of the guest
+//!    ([`Vcpu::translate_virtual`]).
 //! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets
 //!    flags. The walk reaches the tables by guest-physical addresses, which the MMU translates, too
 //!    ([`Vcpu::translate`]).
 //! 3. A fault ([`super::fault`]), whose [`Trail`](crate::shadow::trail::Trail) consists of the guest's entries on that
 //!    walk ([`walk`]).
 //!
-//! A shadow leaf cannot grant everything that the guest's tables grant. A supervisor with CR0.WP clear ignores the
-//! missing right to write. It gets its translation without a shadow leaf: by a walk of the guest's tables (step 2), and
-//! the translation of the physical address.
+//! A shadow leaf cannot grant everything that the guest's tables grant: a supervisor with CR0.WP clear may write to a
+//! read-only page. Such an access gets its translation without a shadow leaf, by a walk of the guest's tables (step 2)
+//! and the translation of the guest-physical address.
 //!
-//! [`follow`] updates the shadow when the guest changes its tables.
+//! [`follow`] updates the shadow pages when the guest changes its tables.
 
 mod follow;
 mod roots;
@@ -36,18 +37,20 @@ pub(super) use roots::Roots;
 pub(super) use walk::FlagsIn;
 use walk::VirtualAccess;
 
-/// Access to host memory that holds the guest's tables, by the addresses that the platform gave to the engine.
+/// Access to the host memory that contains the guest's tables, by the host-physical addresses that the platform gave to
+/// the engine.
 pub trait HostWords {
     /// The reason why host memory cannot be accessed now.
     type Error;
 
-    /// Reads the entry of `size` (4 or 8) bytes at `host`, a multiple of `size`, atomically.
+    /// Atomically reads the table entry of `size` (4 or 8) bytes at `host`, which is a multiple of `size`.
     ///
     /// # Errors
     /// The implementor's error; it ends the translation.
     fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Self::Error>;
 
-    /// Atomically replaces the entry of `size` bytes at `host` by `new` if it still is `old`. Returns whether it did.
+    /// Atomically replaces the table entry of `size` bytes at `host` by `new`, if the entry is still `old`. Returns
+    /// whether the entry was replaced.
     ///
     /// # Errors
     /// The implementor's error; it ends the translation.
@@ -60,12 +63,13 @@ pub trait HostWords {
     ) -> Result<bool, Self::Error>;
 }
 
-/// A page of guest-virtual memory, for accesses with the privilege of the translation.
+/// The translation of a page of guest-virtual memory, for accesses at the privilege level for which it was translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VirtualPage {
-    /// The first byte of the 4 KiB host page.
+    /// The address of the 4 KiB host page.
     pub host: Hpa,
-    /// The size of the guest's page that contains the host page is at most 2^`bits` bytes: INVLPG drops all of these.
+    /// The guest's page that contains the 4 KiB page has at most 2^`bits` bytes. INVLPG of any of its addresses must
+    /// drop the translations of all these bytes.
     pub bits: u32,
     /// Further reads need no new translation.
     pub read: bool,
@@ -73,7 +77,7 @@ pub struct VirtualPage {
     pub write: bool,
     /// Further fetches need no new translation.
     pub execute: bool,
-    /// For a write: the page's guest-physical address, if the page contains one of the guest's tables. If so, call
+    /// For a write, if the page contains a guest table that is shadowed: the page's guest-physical address. Then call
     /// [`Vcpu::stored`] after the store.
     pub tracked: Option<Gpa>,
 }
@@ -86,7 +90,7 @@ pub enum VirtualStop<E> {
         /// The error code.
         code: u32,
     },
-    /// The access stops like an access to a guest-physical address.
+    /// The reason concerns the guest-physical address, not the guest's tables.
     Stop(Stop),
     /// The guest's tables could not be accessed.
     Memory(E),
@@ -114,8 +118,8 @@ impl<E: fmt::Display + fmt::Debug> core::error::Error for VirtualStop<E> {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns the host page to which `gva` translates for `access`, in the state `paging`. First walks the shadow
-    /// table. If that does not allow the access, walks the guest's tables, which `words` accesses, and handles a fault.
-    /// The caller may use the translation until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until the guest flushes it.
+    /// tables. If these do not allow the access, walks the guest's tables by means of `words`, and handles a fault. The
+    /// caller may use the translation until [`Vcpu::quiesce`] or [`Vcpu::leave`], or until the guest flushes it.
     ///
     /// # Errors
     /// [`VirtualStop`]. After [`Stop::Retry`] all earlier translations are void.
@@ -137,7 +141,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_by_guest(gva, access, paging, words)
     }
 
-    /// Continues [`Vcpu::translate_virtual`] if the shadow table did not suffice.
+    /// Continues [`Vcpu::translate_virtual`] if the shadow tables do not allow the access.
     #[cold]
     fn translate_by_guest<W: HostWords>(
         &mut self,
@@ -165,7 +169,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         )
     }
 
-    /// Returns the page by the shadow table for an access to `gva`. `None`: the shadow table does not allow the access.
+    /// Translates `gva` by the shadow tables below `root`. `None`: they do not allow the access.
     fn translate_shadowed(
         &mut self,
         gva: u64,
@@ -232,7 +236,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Returns log2 of the size of the guest's page that the leaf `found` maps, or an upper bound of it.
+    /// Returns log2 of the size of the guest's page that the leaf `found` maps or is part of, or an upper bound.
     fn guest_bits(&self, found: &Found<'_>, paging: &GuestPaging) -> u32 {
         match found.level {
             Level::PAGE if !self.maps_parts(found.table) => 12,

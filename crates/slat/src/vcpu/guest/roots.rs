@@ -9,12 +9,12 @@ use crate::shadow::trail::Role;
 use crate::table::Root;
 use crate::vcpu::Vcpu;
 
-/// The roots of the shadow tables for the guest address space that was used last.
+/// The shadow roots for the guest address space (CR3 and paging mode) that the vCPU used last.
 #[derive(Default)]
 pub(in crate::vcpu) struct Roots {
-    /// The guest state on which the roots depend.
+    /// The guest's paging state to which the roots belong.
     of: Option<RootsOf>,
-    /// The roots, by number ([`Role::root_number`]).
+    /// The roots, indexed by [`Role::root_number`].
     roots: [Option<Root>; 4],
     /// The value of [`ShadowMmu::roots_zapped`](crate::shadow::ShadowMmu) when the roots were found.
     zapped: u64,
@@ -44,20 +44,20 @@ impl RootsOf {
 }
 
 impl Roots {
-    /// Returns root `number`, if there is one.
+    /// Returns the root with the number `number`, if it was found before.
     pub(in crate::vcpu) fn get(&self, number: usize) -> Option<Root> {
         self.roots[number]
     }
 
-    /// Returns whether `tables` have zapped no root since these roots were found. If so, walks may begin with these
-    /// roots until the vCPU leaves its reader section.
+    /// Returns whether these roots are still in `tables`: no root was zapped since they were found. If `true`, walks
+    /// may begin with these roots until the vCPU leaves its reader section.
     pub(in crate::vcpu) fn are_in<P: Platform, F: Format>(&self, tables: &Mmu<P, F>) -> bool {
         tables.shadow().map(ShadowMmu::roots_zapped) == Some(self.zapped)
     }
 
-    /// Sets `root`, which a fault has reached, as the root of walks with number `number`. [`Vcpu::guest_root`] does
-    /// not find a root that has to be compared after a flush. Without this call, a hardware CPU would alternately ask
-    /// for its root and fault, until the guest flushes.
+    /// Sets `root`, which a fault has reached, as the root of walks with number `number`. [`Vcpu::guest_root`] does not
+    /// return a root that must be compared with the guest's table after a flush. Without `begin_with`, a hardware CPU
+    /// would not get such a root: it would ask for its root and fault, again and again, until the guest flushes.
     pub(in crate::vcpu) fn begin_with(&mut self, number: usize, root: Root) {
         self.roots[number] = Some(root);
     }

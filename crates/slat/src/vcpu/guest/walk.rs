@@ -14,7 +14,7 @@ use crate::vcpu::Vcpu;
 use crate::vcpu::fault::{Fault, Next};
 use crate::vcpu::translate::{Stop, Translation, translation};
 
-/// An access to a guest-virtual address, with the result of the walk of the guest's tables.
+/// An access to a guest-virtual address, and how to access the guest's tables.
 pub(super) struct VirtualAccess<'w, W> {
     pub(super) gva: u64,
     pub(super) access: Access,
@@ -23,11 +23,12 @@ pub(super) struct VirtualAccess<'w, W> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Makes the shadow table allow the access, and returns the page. Each attempt walks the guest's tables, unless
-    /// the attempt before only had to compare a shadow page with a table that it has read.
+    /// Makes the shadow tables allow the access, and returns the page. Each attempt walks the guest's tables. But an
+    /// attempt after one that only compared a shadow page with its guest table may use the result of the last walk.
     ///
     /// # Errors
-    /// [`VirtualStop`]. Returns [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
+    /// [`VirtualStop`]. Contains [`Stop::Retry`] if a TLB flush took place during the call, even if the access is
+    /// allowed now.
     pub(super) fn virtual_fault<W: HostWords>(
         &mut self,
         mut access: VirtualAccess<'_, W>,
@@ -70,8 +71,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         })
     }
 
-    /// Compares the page of `level` on the trail with the guest's table ([`Next::Compare`]). Returns whether the
-    /// trail's facts about the other tables are still valid.
+    /// Compares the shadow page of `level` on `trail` with its guest table ([`Next::Compare`]). Returns whether `trail`
+    /// is still valid: no other store to the guest's tables was seen since the walk.
     fn compare<W: HostWords>(&mut self, trail: &mut Trail, level: Level, words: &mut W) -> bool {
         let mmu = self.tables().shadow();
         let Some(page) = mmu.and_then(|mmu| mmu.page_on(trail, level)) else {
@@ -86,8 +87,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<W: HostWords> VirtualAccess<'_, W> {
-    /// Walks the guest's tables. Returns the page, and the trail to a shadow leaf for it. If the trail is `None`, no
-    /// shadow leaf can map the page with the guest's rights.
+    /// Walks the guest's tables. Returns the guest's page, and a trail: the guest's entries by which a shadow leaf can
+    /// map the page. `None` as trail: no shadow leaf can grant this access.
     ///
     /// # Errors
     /// [`VirtualStop`].
@@ -111,8 +112,8 @@ impl<W: HostWords> VirtualAccess<'_, W> {
             Err(WalkError::Memory(stop)) => return Err(stop),
             Err(WalkError::PageFault { code }) => {
                 vcpu.counters().pf_guest.add(1);
-                // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault invalidates
-                // them, too.
+                // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": like INVLPG, a page fault
+                // invalidates the cached translations of its address.
                 vcpu.follow_address(gva, paging, self.words);
                 return Err(VirtualStop::PageFault { code });
             }
@@ -124,7 +125,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
         Ok((page, trail.filter(is_enough)))
     }
 
-    /// Translates `page`, which cannot have a shadow leaf, by its guest-physical address.
+    /// Translates the guest-physical address of `page`, for which no shadow leaf can grant the access.
     ///
     /// # Errors
     /// [`Stop`].
@@ -145,7 +146,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
         })
     }
 
-    /// Returns the result of the access: `page`, reached by `trail` and translated to `found`.
+    /// Combines the guest's `page`, the rights of `trail`, and the translation `found` of its guest-physical address.
     fn page(&self, page: &GuestPage, trail: &Trail, found: Translation) -> VirtualPage {
         let granted = PageRights {
             write: found.write,
@@ -164,21 +165,21 @@ impl<W: HostWords> VirtualAccess<'_, W> {
     }
 }
 
-/// The guest's table in which flags were set last, in a slot without a log. Setting more flags in this table needs no
-/// other translation. The table's translation comes from [`Vcpu::translate`], and becomes void together with all
-/// translations of the vCPU.
+/// The guest table in which the MMU last set an accessed or dirty flag, with its host page, so that further flags in
+/// this table need no new translation. Only kept if the table's slot has no log. It becomes void together with all
+/// translations that the vCPU remembers.
 #[derive(Clone, Copy)]
 pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,
     /// The table's host page.
     host: Hpa,
-    /// The generation of the memslots. It must be compared, because no flush may tell the vCPU that dirty logging has
-    /// started: the start flushes nothing for a page that was not mapped writable.
+    /// The generation of the memslots at that time. It must still be the same: when dirty logging starts, there is no
+    /// flush for a page that was not mapped writable, so a flush may not tell the vCPU about the start.
     generation: u64,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the host page of the guest's table at `gpa`, to set a flag in it.
+    /// Returns the host page of the guest table that contains `gpa`, to set a flag in an entry.
     fn reach_flags(&mut self, gpa: Gpa) -> Result<Hpa, Stop> {
         let (gfn, generation) = (F::GRANULE.gfn(gpa), self.slots().generation);
         if let Some(last) = self.flags_in
@@ -198,7 +199,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(host)
     }
 
-    /// Returns whether a walk to `gva` reads the guest's table in `gfn`.
+    /// Returns whether a walk to `gva` reads the guest table in frame `gfn`.
     pub(in crate::vcpu) fn walks_with<W: HostWords>(
         &mut self,
         gva: u64,
@@ -212,7 +213,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             words,
             seen: Seen::default(),
         };
-        // The result of the walk does not matter.
+        // Only `seen` matters: which tables the walk has read.
         let _ = walk_with_path(&mut tables, paging, gva, access);
         tables.seen.has(gfn)
     }
@@ -230,7 +231,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Like [`Self::reach_table`], but does not wait: finds the page only if it is mapped.
+    /// Like [`Self::reach_table`], but never waits. `None`: the page is not mapped.
     pub(in crate::vcpu) fn reach_mapped_table(
         &mut self,
         gpa: Gpa,
@@ -248,7 +249,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-/// The guest's tables, as a walk reads them.
+/// Access to the guest's tables for [`walk_with_path`], which records the tables that the walk reads.
 struct Tables<'v, P: Platform, F: Format, W> {
     vcpu: &'v mut Vcpu<P, F>,
     words: &'v mut W,
@@ -268,7 +269,7 @@ impl<P: Platform, F: Format, W: HostWords> GuestTables for Tables<'_, P, F, W> {
                 let entry = self.words.read(Hpa(found.host.0 + gpa.offset()), size);
                 entry.map_err(VirtualStop::Memory)
             }
-            // A table in memory that no slot contains maps nothing.
+            // If no slot contains the table, all its entries count as not present.
             Err(Stop::Mmio { .. }) => Ok(0),
             Err(stop) => Err(stop.into()),
         }
@@ -287,7 +288,7 @@ impl<P: Platform, F: Format, W: HostWords> GuestTables for Tables<'_, P, F, W> {
                 let done = self.words.compare_exchange(host, size, old, new);
                 done.map_err(VirtualStop::Memory)
             }
-            // The flags of tables in read-only memory do not change.
+            // The table is in read-only memory: ignore the attempt to set a flag.
             Err(Stop::Mmio { .. }) => Ok(true),
             Err(stop) => Err(stop.into()),
         }
