@@ -1,16 +1,18 @@
 //! Conversions: guest frames become private, or become shared again.
 //!
-//! A conversion works like a slot change ([`super::region`]): publish the sets with the new attributes, raise the
-//! sequence, zap, flush, return. A fault that has found the old attributes cannot install its leaf any more. The slots
-//! stay in the set, so a concurrent invalidation of either backing finds the frames and zaps them itself. If a slot is
-//! deleted or moved meanwhile, that change zaps the slot's leaves. A fault on a leaf that is write-protected for a
-//! dirty log takes the page from the table; such a leaf is never in a slot with two backings. The new sets have a new
-//! generation, too: a frame that was MMIO to a shared access may be memory to a private access.
+//! A conversion works like a slot change ([`super::region`]): it publishes slot sets with the new attributes, raises
+//! the invalidation sequence, zaps, flushes, and returns. A fault that has found the old attributes cannot install its
+//! leaf any more, because the sequence has changed. The slots stay in the set, so a concurrent invalidation of the
+//! shared or the private backing finds the frames and zaps their leaves itself. If a slot is deleted or moved during
+//! the conversion, that change zaps the slot's leaves. A fault that takes the page from an existing leaf, because only
+//! the dirty log has write-protected the leaf, is safe: a slot with two backings does not log. The new sets have a new
+//! generation, too: an access that was MMIO while the frame was shared may be an access to memory when the frame is
+//! private.
 //!
-//! No leaf may cross a boundary between private and shared frames. Faults obey this rule (`gfns` in the facts of the
-//! fault's slot). A conversion splits in place the huge leaves that reach beyond its range, and zaps only the part in
-//! the range: the rest stays mapped throughout. The conversion allocates the tables for these splits before it changes
-//! anything.
+//! No leaf may cross a boundary between private and shared frames. Faults obey this rule (`SlotFacts::gfns`). A
+//! conversion splits in place the huge leaves that also map frames outside its range, and zaps only the pieces in the
+//! range: the other pieces stay mapped throughout. The conversion allocates the tables for these splits before it
+//! changes anything.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -27,10 +29,10 @@ use crate::table::FrameCache;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Sets the attributes of the frames `gfns` in every address space, whether memslots contain them or not:
-    /// KVM_SET_MEMORY_ATTRIBUTES. When this returns no CPU uses the old state. The client is responsible for the
-    /// contents of both backings.
+    /// KVM_SET_MEMORY_ATTRIBUTES. When this returns, no CPU uses a translation by the old attributes. The contents of
+    /// the shared and the private backing are the client's concern.
     ///
-    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call this while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
     /// [`AttributesError`]; nothing was changed.
@@ -46,8 +48,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if gfns.is_empty() || gfns.end > F::GRANULE.gfn(Gpa(u64::MAX)).add(1) {
             return Err(AttributesError::BadRange);
         }
-        // Take the locks of all spaces, always in this order. While a thread holds one of them, no conversion is
-        // published.
+        // Take the locks of all address spaces, always in this order. So while a thread holds any of these locks, no
+        // other thread can publish a conversion.
         let mut changes = Vec::new();
         changes
             .try_reserve_exact(self.spaces.len())
@@ -57,7 +59,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let Some(private) = first.set().private.with(&gfns, private)? else {
-            // The frames already have these attributes. But the conversion that set them may still be zapping.
+            // The frames already have these attributes. But the conversion that set them may still be zapping leaves:
+            // wait.
             if self.in_progress.is_converting() {
                 drop(changes);
                 for space in 0..self.spaces.len() {
@@ -75,8 +78,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(converted?)
     }
 
-    /// Publishes `private` in all spaces, and zaps `gfns`. `frames` contains tables for the splits; `changes` holds
-    /// the locks of all spaces.
+    /// Publishes `private` in all address spaces, and zaps the leaves of `gfns`. `frames` contains frames for the
+    /// tables of the splits; `changes` holds the slot writers' locks of all address spaces.
     fn convert(
         &self,
         mut changes: Vec<SlotsChange<'_>>,
@@ -95,8 +98,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             change.set_private(private.clone(), &self.readers);
         }
         self.in_progress.raise();
-        // Count this conversion before releasing the locks: a conversion that finds nothing to change must see that
-        // this one is not done.
+        // Count this conversion before releasing the locks: a later conversion that finds nothing to change must notice
+        // that this one is still in progress.
         let _converting = self.in_progress.converts();
         // Slots may change again from here on: faults now install leaves with the new attributes.
         drop(changes);

@@ -1,17 +1,17 @@
 //! Finds guest memory that was not used for some time, and so may be reclaimed.
 //!
 //! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] stores how many passes ago each page
-//! was used: a byte for each page, like the generations of Linux's multi-generational LRU, but for one guest. The
+//! was used, in a byte for each page, like the generations of Linux's multi-generational LRU, but for one guest. The
 //! caller owns the map, so a VM whose memory is not reclaimed has none.
 //!
-//! A pass has two halves. The walk reads and clears the accessed bits, without a lock of a tree of tables
+//! A pass has two halves. First the walk reads and clears the accessed bits, which in a tree of tables needs no lock
 //! (`table/age.rs`). In the map, it marks the pages that are mapped and the pages that were used. Marks are only added,
-//! so neither the number of leaves that map a page nor their order matters: one used leaf makes the page young. Then
-//! the map, which only this thread accesses, ages all its bytes, many at a time.
+//! so if several leaves map a page, one used leaf is enough to mark the page as used. Then all bytes of the map, which
+//! only this thread accesses, are converted from marks to ages, many at a time.
 //!
-//! A huge leaf marks blocks of 512 pages instead of pages: a leaf of 2 MiB costs one byte. When the first small leaf is
-//! found in a block, each of its pages gets an age of its own, which starts as the age of the block. When all pages are
-//! alike again, the block has one age again.
+//! A huge leaf marks blocks of 512 pages instead of pages: a leaf of 2 MiB costs one byte. When a pass finds the first
+//! small leaf in a block, each page of the block gets its own age, which starts as the block's age. When all pages of a
+//! block are equal again, the block has one age again.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -24,32 +24,33 @@ use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::table::Aged;
 
-/// Pages of a block. A leaf above level 1 has whole blocks, whatever the granule.
+/// The number of pages of a block. With any granule, a leaf above level 1 maps a multiple of this number.
 const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
 // The bits of a byte in the map. The map has a byte for each block, and a byte for each page. Between two passes, a
 // page's byte contains only `AGE`, and a block's byte contains `AGE` and `PAGES`.
-/// The bits for the age plus one. 0: no leaf maps the page or block.
+// The bits for the age plus one. 0: no leaf maps the page or block.
 const AGE: u8 = 0x1f;
-/// The bit that is set if each page of the block has an age of its own. Otherwise all its pages have the block's age.
+/// The bit that is set if each page of the block has its own age, in the page's byte. Otherwise all its pages have the
+/// block's age.
 const PAGES: u8 = 1 << 5;
-/// The bit that is set if this pass has found a leaf.
+/// The bit that is set if the current pass has found a leaf that maps the page or block.
 const SEEN: u8 = 1 << 6;
-/// The bit that is set if this pass has found that a leaf was used.
+/// The bit that is set if the current pass has found such a leaf that was used.
 const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
-/// The ages of the pages of some backing memory, each since the page's last use: the state that [`Vm::cold_ranges`]
-/// keeps between two calls. It takes a byte for each page.
+/// For each page of some backing memory, the number of passes since the page was last used: the state that
+/// [`Vm::cold_ranges`] keeps between two calls. It takes a byte for each page.
 #[derive(Debug)]
 pub struct ColdMap {
     granule: Granule,
     backing: Range<Hva>,
-    /// The address of the first block.
+    /// The backing address of the first block.
     origin: Hva,
-    /// A byte for each block of memory that huge leaves map, aligned by address.
+    /// A byte for each block, which is used if only huge leaves map the block. Blocks are aligned by backing address.
     blocks: Vec<u8>,
-    /// A byte for each page of the blocks, for memory that small leaves map.
+    /// A byte for each page of the blocks, which is used if small leaves map pages of the block.
     pages: Vec<u8>,
 }
 
@@ -59,9 +60,9 @@ pub struct ColdMap {
 pub struct ColdRange {
     /// The backing addresses of the range.
     pub hvas: Range<Hva>,
-    /// The number of passes in which none of it was used, at most [`ColdMap::MOST_PASSES`].
+    /// The number of last passes in which no page of the range was used, at most [`ColdMap::MOST_PASSES`].
     pub passes: u8,
-    /// Whether leaves above level 1 map the range: all pages under one leaf share one accessed bit.
+    /// Whether huge leaves map the range: then all pages that one leaf maps share one accessed bit.
     pub huge: bool,
 }
 
@@ -98,15 +99,15 @@ impl ColdMap {
         })
     }
 
-    /// Returns the number of passes, up to the last one, in which the page at `backing` was not used. `None`: the page
-    /// is not mapped, or not in the map.
+    /// Returns the number of last passes in which the page at `backing` was not used. `None`: the page is not mapped,
+    /// or not in the map.
     pub fn passes(&self, backing: Hva) -> Option<u8> {
         let is_there = self.backing.contains(&backing);
         is_there.then(|| self.age(self.index(backing)))?
     }
 
-    /// Returns the largest ranges that were not used in the last `passes` passes, in the order of address. With
-    /// `passes` 0, returns all mapped memory. Does not begin another pass.
+    /// Returns the largest ranges that were not used in the last `passes` passes, in the order of address. If `passes`
+    /// is 0, returns all mapped memory. Does not make a pass.
     pub fn ranges(&self, passes: u8) -> impl Iterator<Item = ColdRange> + use<'_> {
         Ranges {
             map: self,
@@ -123,7 +124,7 @@ impl ColdMap {
         self.granule.add_pages(self.origin, index as u64)
     }
 
-    /// Returns the age of page `index`.
+    /// Returns the age of page `index`, in passes. `None`: no leaf maps the page.
     #[inline]
     fn age(&self, index: usize) -> Option<u8> {
         let block = self.blocks[index / BLOCK];
@@ -136,7 +137,7 @@ impl ColdMap {
     }
 
     /// Marks the pages that `aged` maps. `backing` backs the first frame of `aged`; for a huge leaf, it may be below
-    /// the map.
+    /// the map's first address.
     fn mark(&mut self, backing: Hva, aged: Aged) {
         if aged.level > Level::PAGE {
             self.mark_huge(backing, aged.level, aged.young != 0);
@@ -150,7 +151,8 @@ impl ColdMap {
             self.blocks[index / BLOCK] |= PAGES;
             let pages = &mut self.pages[index..index + here];
             if (mapped, young) == (u64::MAX, 0) {
-                // All 64 pages are mapped, and the guest has accessed none: the usual case, since most memory is idle.
+                // Fast path for the usual case, since most memory is idle: all 64 pages are mapped, and the guest has
+                // used none.
                 pages.iter_mut().for_each(|page| *page |= SEEN);
             } else {
                 for (n, page) in pages.iter_mut().enumerate() {
@@ -166,7 +168,8 @@ impl ColdMap {
     /// Marks the pages that a huge leaf of `level` maps.
     fn mark_huge(&mut self, backing: Hva, level: Level, young: bool) {
         let marks = SEEN | if young { YOUNG } else { 0 };
-        // A leaf of a slot that has just been deleted or moved may begin below address 0.
+        // A huge leaf of a slot that has just been deleted or moved may have a first address below 0: calculate with
+        // signed numbers.
         let first = backing.0.wrapping_sub(self.origin.0) as i64 >> self.granule.shift();
         let end = first + self.granule.pages(level) as i64;
         let range = [self.backing.start, self.backing.end].map(|hva| self.index(hva) as i64);
@@ -201,7 +204,7 @@ impl ColdMap {
                 small |= *page & SEEN;
                 *page = aged(*page | marks, old);
             }
-            // If there are no small leaves, and a huge leaf was used or there is none, the pages are all alike.
+            // If this pass found no small leaf, and found no huge leaf or a used one, the ages of all pages are equal.
             match small == 0 && marks != SEEN {
                 true => pages.fill(0),
                 false => *block |= PAGES,
@@ -210,7 +213,8 @@ impl ColdMap {
     }
 }
 
-/// Returns the value of a byte after a pass. A page without an age had the age of its block, `inherited`.
+/// Returns the value of a byte after a pass. `inherited` is the age of the page's block, which counts if the page's
+/// byte has no age.
 #[inline(always)]
 fn aged(byte: u8, inherited: u8) -> u8 {
     let own = byte & AGE;
@@ -220,7 +224,7 @@ fn aged(byte: u8, inherited: u8) -> u8 {
     if byte & SEEN == 0 { 0 } else { mapped }
 }
 
-/// Returns `mask` without its first `bits` bits, which may be all bits.
+/// Returns `mask` shifted right by `bits`, which may be 64: then returns 0.
 fn shifted(mask: u64, bits: usize) -> u64 {
     mask.checked_shr(bits as u32).unwrap_or(0)
 }
@@ -241,8 +245,8 @@ struct Ranges<'m> {
 }
 
 impl Ranges<'_> {
-    /// Returns the end of the pages after `at`, in its block, that are equally cold, or all not cold. If they are cold,
-    /// also returns the least age and whether huge leaves map them.
+    /// Returns the end of a run of pages, in one block and beginning at `at`, that are all cold, or all not cold. If
+    /// they are cold, also returns the least age of them, and whether huge leaves map them.
     fn piece(&self, at: usize) -> (usize, Option<(u8, bool)>) {
         let block = self.map.blocks[at / BLOCK];
         let end = (at / BLOCK + 1) * BLOCK;
@@ -290,27 +294,28 @@ impl Iterator for Ranges<'_> {
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes a pass over the memory of `map`. Returns the largest ranges that the guest has not used in the last
-    /// `passes` passes, including this pass, in the order of address. With `passes` 0, returns all mapped memory.
+    /// `passes` passes, including this pass, in the order of address. If `passes` is 0, returns all mapped memory.
     ///
     /// Memory that no leaf maps is in no range. A page counts as used in the pass in which it gets its first leaf, or a
     /// new leaf after a zap. (Between the zap, which [`Platform::zapped`] reports, and the new leaf, the guest has not
-    /// used the page.) A page that several slots or address spaces map was used if one of them has used it. Private
-    /// frames are found by their private backing.
+    /// used the page.) If several slots or address spaces map a page, one use through any of them counts. For private
+    /// frames, the map is of their private backing.
     ///
-    /// The pass clears accessed bits. So two maps of the same memory, or a map and [`Vm::age`], hide uses from each
-    /// other. A huge leaf has one accessed bit, which is cleared even if the map covers only a part of the leaf's
-    /// pages.
+    /// The pass clears accessed bits. So if two maps cover the same memory, or [`Vm::age`] is called for it, each does
+    /// not see the uses whose bits the other has cleared. A huge leaf has one accessed bit, and a pass clears it even
+    /// if the map covers only a part of the leaf's pages.
     ///
-    /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again. So cold pages may be
-    /// in use. That is harmless: to reclaim a page, [`Vm::invalidate`] it, which flushes, and the next use faults. A
-    /// host whose guests seldom reload their TLBs should ask for more than one pass.
+    /// Does not flush TLBs. So a page that the guest uses through a TLB entry may look unused until a CPU walks the
+    /// tables for it again: cold pages may be in use. This is harmless, because a host that reclaims a page calls
+    /// [`Vm::invalidate`], which flushes, and the next use faults. If guests seldom reload their TLBs, choose `passes`
+    /// above 1.
     ///
     /// # Panics
     /// If `map` was made for another granule than that of the format.
     ///
     /// With EPT a pass takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for each that was used, and 9 ns for
-    /// each leaf of 2 MiB. A used leaf takes longer because of the one locked exchange that clears its bit. Faults do
-    /// not wait for a pass, except in the shadow MMU, whose lock the pass holds during each step.
+    /// each leaf of 2 MiB. A used leaf takes longer because its bit is cleared by a locked instruction. Faults do not
+    /// wait for a pass, except with the MMUs of shadow pages, whose lock the pass holds during each step.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -322,7 +327,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// vm.create_vcpu()?.hardware_fault(Gpa(0x3000), Access::Write)?;
     /// assert_eq!(map.passes(backing.add_pages(3)), None);
     ///
-    /// // The page was used before the first pass, and not between that and the second.
+    /// // The page was used before the first pass, and not between the first and the second pass.
     /// vm.cold_ranges(&mut map, 1).for_each(drop);
     /// assert_eq!(map.passes(backing.add_pages(3)), Some(0));
     /// let cold: Vec<_> = vm.cold_ranges(&mut map, 1).collect();

@@ -2,20 +2,23 @@
 //! replaces a part of them by other slots.
 //!
 //! # The order
-//! 1. *Moving*: if a slot moves and keeps its log, and that log is kept in the leaves' dirty bits, the bits are noted
-//!    before the slot moves. Until step 6 no fault installs a leaf there whose dirty bit may be set.
-//! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
-//! 3. The new set is published, and the sequence is raised. Huge leaves that cross an edge of a part that stays are
-//!    split. The other leaves of the old slots are zapped.
-//! 4. The slots stop leaving. A thread that then finds that no slot is leaving also finds the operation's flush ticket,
-//!    which covers the zapped frames.
+//! 1. *Moving*: if a slot moves and keeps its log, and the dirty bits of its leaves are part of that log, these bits
+//!    are recorded in the log before the slot moves. From then on until step 6, no fault installs leaves of such slots.
+//! 2. *Leaving*: from now on, invalidations wait until step 4, because they may not find the old slots whose leaves
+//!    still exist.
+//! 3. The new set is published, and the sequence is raised. A part of an old slot *stays* if a new slot maps the same
+//!    frames to the same pages. Huge leaves that cross an edge of such a part are split. The leaves of all other parts
+//!    are zapped.
+//! 4. Invalidations need not wait any more. A thread that finds that no slot is leaving also finds this operation's
+//!    flush ticket, which names the zapped frames that are not flushed yet.
 //! 5. The change waits until no reader uses the old set, so that no mark is added to an old log. Then it copies the
-//!    marks of each part that goes from one dirty log to another.
-//! 6. A moving slot counts as moving until no reader uses the old set. An operation that still uses the old set would
-//!    take a dirty bit at the new frames of the slot for the bit of another page.
-//! 7. The lock of the slots is released, so that other changes wait neither for the flush nor until the tables are
-//!    freed.
-//! 8. The operation flushes.
+//!    marks of each part whose dirty log was replaced by another one.
+//! 6. Only when no reader uses the old set any more may faults install leaves of a moved slot again. Otherwise an
+//!    operation that still uses the old set could find a dirty bit at a new frame of the slot, and record it as a write
+//!    to another page.
+//! 7. The slot writers' lock is released, so that other changes need not wait for the flush and for the freeing of
+//!    tables.
+//! 8. The operation flushes, and frees the detached tables.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -31,7 +34,7 @@ use crate::platform::Platform;
 use crate::slots::{Edit, Memslot, OwnedSlot, SlotSet, SlotsChange};
 use crate::table::FrameCache;
 
-/// The frames that both an old slot and a new slot contain, backed by the same pages.
+/// The frames that an old slot and a new slot have in common, and that the same pages back in both.
 struct Part<'s> {
     old: &'s Memslot,
     new: &'s Memslot,
@@ -39,14 +42,15 @@ struct Part<'s> {
 }
 
 impl<'s> Part<'s> {
-    /// Returns the part that `old` and `new` have in common. `None`: they have none.
+    /// Returns the part that `old` and `new` have in common. `None`: they have no frames in common, or other pages back
+    /// them.
     fn of(old: &'s Memslot, new: &'s Memslot) -> Option<Self> {
         let gfns = old.common(new);
         let has_pages = !gfns.is_empty() && old.backs_alike(new);
         has_pages.then_some(Part { old, new, gfns })
     }
 
-    /// Whether the leaves of the old slot may stay for the new slot.
+    /// Whether the leaves of the part may stay mapped when the new slot replaces the old one.
     fn stays(&self) -> bool {
         let kind = |slot: &Memslot| slot.log().map(DirtyLog::kind);
         let same_log = match (kind(self.old), kind(self.new)) {
@@ -56,20 +60,19 @@ impl<'s> Part<'s> {
         same_log && self.old.limits() == self.new.limits()
     }
 
-    /// Whether an invalidation in progress may miss the old slots' leaves, because it looks for leaves by the new
-    /// slots. Call after publishing the new slots.
+    /// Whether an invalidation of the part's memory is in progress. It may miss the part's leaves, because the new
+    /// slots have another order than the old slots in which it has searched. Call after publishing the new slots.
     fn is_invalidated(&self, in_progress: &InProgress) -> bool {
         !self.is_in_place() && in_progress.covers(&self.old.hvas(&self.gfns))
     }
 
-    /// Whether the old and the new slot differ in their logs and limits only.
+    /// Whether the old and the new slot have the same id and frames, and differ at most in their logs and limits.
     fn is_in_place(&self) -> bool {
         let same = |slot: &Memslot| (slot.id(), slot.gfns());
         same(self.old) == same(self.new)
     }
 
-    /// Returns the boundaries of the part beyond which the old slot has frames: its first frame, and the frame after
-    /// its last.
+    /// Returns the start and the end of the part, each only if the old slot has frames beyond it.
     fn edges(&self) -> impl Iterator<Item = Gfn> {
         let old = self.old.gfns();
         let is_inside = move |edge: &Gfn| old.start < *edge && *edge < old.end;
@@ -78,20 +81,20 @@ impl<'s> Part<'s> {
             .filter(is_inside)
     }
 
-    /// Returns both logs if marks have to be copied from the first to the second.
+    /// Returns the old and the new slot's log if marks must be copied from the old log to the new one.
     fn logs(&self) -> Option<(&'s DirtyLog, &'s DirtyLog)> {
         let (old, new) = (self.old.log()?, self.new.log()?);
         let have_marks = old.has_bitmap() && new.has_bitmap();
         (have_marks && !self.new.logs_to(Some(old))).then_some((old, new))
     }
 
-    /// Whether the new slot's log is of the kind that walkers' buffers are drained to, and is not the old slot's log.
+    /// Whether the new slot has another log than the old slot, and it is of the kind [`LogKind::Buffers`].
     fn begins_buffers(&self) -> bool {
         let new = self.new.log().filter(|_| !self.new.logs_to(self.old.log()));
         new.is_some_and(|log| log.kind() == LogKind::Buffers)
     }
 
-    /// Returns the work that a part that stays causes in the log of the new slot.
+    /// Returns the work on the new slot's log that is needed because the part stays mapped. `None`: no work is needed.
     fn log_work(&self) -> Option<LogWork> {
         let log = self.new.share_log();
         let what = match (self.old.log(), &log) {
@@ -115,7 +118,7 @@ impl<'s> Part<'s> {
     }
 }
 
-/// The work on a slot's log that has to be done after the change of the slot is published.
+/// Work on the dirty log of a changed slot that must be done after the change is published.
 pub(super) struct LogWork {
     pub(super) id: u32,
     /// The slot's log, if it has one.
@@ -135,21 +138,21 @@ pub(super) enum LogChange {
     Ends,
 }
 
-/// The change in progress of slots that are leaving: that are deleted, moved or replaced. The first fields are declared
-/// in the order in which they have to be dropped, also in a panic.
+/// A change in progress that deletes, moves or replaces slots. The first four fields must be dropped in the order of
+/// their declaration, also in a panic.
 pub(super) struct Departure<'a, P: Platform, F: Format> {
     leaving: Option<Counted<'a>>,
     moving: Option<Counted<'a>>,
     change: SlotsChange<'a>,
     op: RangeOp<'a, P, F>,
     vm: &'a Vm<P, F>,
-    /// Whether the dirty bits of a slot were noted.
+    /// Whether the dirty bits of a slot's leaves were recorded in its log before it moved.
     noted: bool,
-    /// Whether marks of a part have to be copied.
+    /// Whether marks of a part must be copied to another log.
     copies: bool,
-    /// Whether a part gets a log that walkers' buffers are drained to ([`super::drain`]).
+    /// Whether a part gets another log of the kind [`LogKind::Buffers`] ([`super::drain`]).
     begins_buffers: bool,
-    /// Frames of tables for the splits of leaves that cross an edge of a part that stays.
+    /// Frames for the tables that replace huge leaves across an edge of a part that stays.
     frames: FrameCache,
     broken: Vec<(Gfn, Level)>,
 }
@@ -232,7 +235,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
                     op.zap_over(edge, old);
                 }
             });
-            // All frames below `at` are done.
+            // All frames of the old slot below `at` are done.
             let mut at = old.gfns().start;
             each_part(old, set, |part| {
                 self.copies |= part.logs().is_some();
@@ -276,7 +279,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
     }
 }
 
-/// Calls `visit` for each part that slots of `set` have in common with `old`, in ascending order.
+/// Calls `visit` for each part that `old` has in common with a slot of `set`, in ascending order.
 fn each_part(old: &Memslot, set: &SlotSet, mut visit: impl FnMut(&Part<'_>)) {
     set.in_gfns(&old.gfns(), |new| {
         if let Some(part) = Part::of(old, new) {
@@ -286,7 +289,7 @@ fn each_part(old: &Memslot, set: &SlotSet, mut visit: impl FnMut(&Part<'_>)) {
     });
 }
 
-/// Returns the number of edges inside slots of `set` of the parts that stay when `edits` are made.
+/// Returns the total number of [`Part::edges`] of the parts of `set`'s slots that stay when `edits` are made.
 fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
     let mut edges = 0;
     for new in edits.iter().filter_map(|edit| edit.new.as_deref()) {
@@ -300,9 +303,9 @@ fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
 }
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Zaps the leaves of a deleted or moved slot in `gfns`, and the shadow pages of tables there. Does not note dirty
-    /// bits: either the log was deleted with the slot, or the log contains these bits already ([`Self::zap_noted`]).
-    /// Call after publishing the set without these frames.
+    /// Zaps the leaves of a deleted or moved slot in `gfns`, and the shadow pages of guest tables in `gfns`. Does not
+    /// record dirty bits: either the slot's log is deleted, too, or these bits are already in the log
+    /// ([`Self::zap_noted`]). Call after publishing the set in which the slot does not contain these frames.
     fn zap_gone(&mut self, gfns: &Range<Gfn>) {
         if !gfns.is_empty() {
             self.zap_unnoted(gfns);

@@ -1,50 +1,52 @@
-//! The dirty log of a memslot.
+//! The operations on the dirty log of a memslot.
 //!
 //! # Write protection (the default)
-//! A logged slot is mapped by 4 KiB leaves that start write-protected (but see *Reads*). The first write to a page
-//! faults. Under the lock of the page's table, the fault makes the leaf writable and *then* notes the write, in the
-//! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found, each under the
-//! same lock, then flushes. If the fault takes the lock after the harvest, its bit is set after the harvest took the
-//! word, and stays for the next harvest. If it takes the lock before, this harvest may take the bit, and then protects
-//! the page. So no write is lost.
+//! A logged slot is mapped by 4 KiB leaves that are write-protected at first (but see *Reads*). The first write to a
+//! page faults. Under the lock of the page's table, the fault makes the leaf writable and *then* records the page in
+//! the slot's bitmap or in the vCPU's dirty ring. A harvest removes the marked pages from the bitmap, *then*
+//! write-protects each of them under the same table lock, and then flushes TLBs. If the fault takes the lock after the
+//! harvest, it sets its mark after the harvest has read the bitmap, and the mark stays for the next harvest. If the
+//! fault takes the lock before the harvest, this harvest may remove the mark, and then it also protects the page. So no
+//! write is lost.
 //!
 //! # Reads (policy `dirty_log_reads`)
-//! A read or fetch that finds no leaf installs one. As in KVM on x86, the leaf is writable if the host's page is, and
-//! the page is noted as if it had been written. The write that often follows then needs no fault, but the log also
-//! contains pages that were only read. With the policy off, or by default on AArch64 and RISC-V, as in KVM there, the
-//! leaf is write-protected and the log contains only pages that were written. Both settings apply to bitmaps and rings;
-//! with dirty bits, the leaf starts dirty or clean.
+//! A read or fetch that finds no leaf installs one. If the policy is on (the default on x86, as in KVM), the leaf is
+//! writable if the host's page is, and the page is recorded as if it had been written. The write that often follows
+//! then needs no fault, but the log also contains pages that were only read. If the policy is off (the default on
+//! AArch64 and RISC-V, as in KVM), the leaf is write-protected, and the log contains only pages that were written. The
+//! policy also applies to dirty rings; with logs by dirty bits, it decides whether the leaf starts dirty.
 //!
-//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the entries above
-//! their tables: when logging starts, and when a harvest finds every page of such an entry in the log
-//! (`table::protect`).
+//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are write-protected through the
+//! entries that refer to their tables (`table::protect`): when logging starts, and when a harvest finds every page
+//! below such an entry in the log.
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
-//! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
-//! the leaves into the bitmap: it clears a leaf's bit, notes the page, and flushes before it returns, so that the
-//! next write through any CPU's TLB sets the bit again.
+//! Leaves stay writable. A leaf that a read installs starts clean (but see *Reads*). A harvest first moves the dirty
+//! bits from the leaves to the bitmap: it clears a leaf's bit and marks the page. It flushes TLBs before it returns, so
+//! that the next write through any CPU's TLB sets the dirty bit again.
 //!
 //! # Buffers (policy `dirty_log=buffer`)
-//! Like dirty bits, but the walker also records the pages whose dirty bits it has set: [`super::drain`].
+//! Like dirty bits, but the walker also writes the pages whose dirty bits it has set to a buffer: [`super::drain`].
 //!
 //! # A slot that is replaced during a harvest
-//! The harvest holds the lock of the slots in steps ([`super::slot_op`]). Between two steps, a change may replace the
-//! slot by another slot with another log. Then the change copies the marks that the harvest has not taken, and the
-//! harvest protects no more pages. Instead the change protects all pages that are not marked in the new log, including
-//! pages whose marks the harvest has taken without having protected them. Until then, a write to such a page is in no
-//! log. So the harvest does not return before that ([`Vm::wait_for_successors`]): the caller copies the page after the
-//! write.
+//! The harvest works in steps, and holds the slot writers' lock during each step ([`super::slot_op`]). Between two
+//! steps, a change may replace the slot by another slot with another log. Then the change copies the marks that the
+//! harvest has not removed, and the harvest protects no more pages. Instead the change protects all pages that are not
+//! marked in the new log, including pages whose marks the harvest has removed but which it has not protected. Until the
+//! change has protected such a page, a write to the page is in no log. So the harvest does not return before that
+//! ([`Vm::wait_for_successors`]), and its caller, who then copies the page, copies what was written.
 //!
-//! # When another vCPU's fault has not noted its write yet
-//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf in
-//! between, and a harvest that begins after that write may end before the page is noted. Then the write is in the next
-//! log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. The write is not lost: the log
-//! that decides is the one that a client gets after all vCPUs have left the guest. A vCPU whose fault has not noted its
-//! page yet has not left the guest.
+//! # When another vCPU's fault has not recorded its write yet
+//! A fault first stores the leaf, and then records the page, both under one lock. In between, a second vCPU may write
+//! through the leaf, and a harvest that begins after that write may end before the page is recorded. Then the write is
+//! in the next log, as with KVM's `fast_page_fault`, which also marks the page after it has made the SPTE writable. The
+//! write is not lost: what must be complete is the log that a client gets after all vCPUs have left the guest, and then
+//! no fault is in progress.
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
-//! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names. With
-//! *initially set*, every page of a new log is marked, and the start of logging changes no leaf.
+//! Getting the log protects no page; [`Vm::clear_dirty_log`] clears the marks of the pages that the client names, and
+//! protects these pages. With KVM_DIRTY_LOG_INITIALLY_SET, every page of a new log is marked, and the start of logging
+//! changes no leaf.
 
 use crate::sync::atomic::Ordering::*;
 use core::fmt;
@@ -63,13 +65,13 @@ use crate::platform::Platform;
 use crate::policy::DirtyLogMethod;
 use crate::slots::{OwnedSlot, SlotFlags, SlotsChange};
 
-/// The reason why a dirty log was neither returned nor cleared. Nothing was changed.
+/// The reason why a dirty log could not be returned or cleared. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
     /// There is no such address space, or no slot with this id, or the slot does not have the flag
     /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags::LOG_DIRTY_PAGES).
     NotLogged(u32),
-    /// The log has no bitmap: it writes to the vCPUs' rings.
+    /// The slot logs to the vCPUs' dirty rings, and the client has no bitmap.
     Rings,
     /// The buffer has fewer than one bit per page. Contains the number of 64-bit words needed.
     BufferTooSmall(usize),
@@ -119,8 +121,8 @@ impl core::error::Error for DirtyLogError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Sets whether dirty logs are protected manually (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2). If `manual`,
-    /// [`Vm::get_dirty_log`] clears and protects nothing; only [`Vm::clear_dirty_log`] does. If also `initially_set`
-    /// (KVM_DIRTY_LOG_INITIALLY_SET), logs that begin from now on have every page marked.
+    /// [`Vm::get_dirty_log`] neither clears the log nor protects pages; only [`Vm::clear_dirty_log`] does. If also
+    /// `initially_set` (KVM_DIRTY_LOG_INITIALLY_SET), logs that begin from now on have every page marked.
     pub fn set_manual_dirty_log(&self, manual: bool, initially_set: bool) {
         self.log_mode.manual.store(manual, SeqCst);
         self.log_mode
@@ -143,7 +145,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Waits for the lock `turn` of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on the
-    /// slot, its log, and the number of its pages.
+    /// slot, the slot's log, and the slot's number of pages.
     fn on_bitmap<R>(
         &self,
         space: usize,
@@ -159,7 +161,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
             let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
-            // `None`: while this thread waited, the slot began another log, ended logging, or was deleted.
+            // `None`: while this thread waited, the slot got another log or none, or was deleted. Then try again.
             if let Some((pages, gfns)) = op.slot().map(|slot| (slot.pages(), slot.gfns())) {
                 let done = then(op, &log, pages);
                 drop(turn);
@@ -169,8 +171,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call after an operation on the log of slot `id`, which had the frames `gfns`. If a change has replaced the slot
-    /// by other slots meanwhile, waits until that change has protected the pages that the operation did not reach.
+    /// Call after an operation on `log`, the log of slot `id`, which had the frames `gfns`. If a change has replaced
+    /// the slot or its log during the operation, waits until that change has protected the pages that the operation did
+    /// not reach.
     fn wait_for_successors(
         &self,
         space: &Space<P, F>,
@@ -196,8 +199,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Waits until the change that started the dirty logging of slot `id`, if it is logged, has protected the slot's
-    /// pages.
+    /// If slot `id` logs, waits until the change that started its log has protected the slot's pages.
     pub(super) fn wait_for_begin(&self, change: SlotsChange<'_>, id: u32) {
         let log = change.by_id(id).and_then(|slot| slot.share_log());
         drop(change);
@@ -207,12 +209,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Copies the dirty log of `slot` in address space `space` to `bitmap`: bit n of word m is page 64m + n of the
-    /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
+    /// slot. Unless protection is manual ([`Vm::set_manual_dirty_log`]), clears the log and protects its pages:
+    /// KVM_GET_DIRTY_LOG.
     ///
-    /// Every write before the call is in this log or in one that was returned before. Every write after the call is in
-    /// a later log. (If another vCPU is still in the fault that has made a page writable, its write is in the next
-    /// log.) Slots may change meanwhile. If this slot is deleted or ends logging, its log is still copied to the end.
-    /// If other slots replace it, this returns when their dirty logging has started.
+    /// Every write before the call is in this log or in a log that was returned before. Every write after the call is
+    /// in a later log. (If another vCPU is still in the fault that has made a page writable, its write is in the next
+    /// log.) Slots may change during the call. If this slot is deleted or ends logging, its whole log is still
+    /// returned. If other slots replace this slot, the call returns only when their dirty logging has started.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
@@ -254,8 +257,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             op.protect_words(full);
             op.add_pending(log, bitmap, pages, manual);
-            // Flush even if a page has no leaf: it may still be written by a translation that another thread has zapped
-            // and not flushed yet.
+            // Flush even if a page has no leaf: the guest may still write to it through a translation that another
+            // thread has zapped and not flushed yet.
             if cleared != 0 {
                 op.finish();
             }
@@ -263,10 +266,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Clears the log of the pages whose bit is set in `bitmap`, and protects these pages, so that the log notes the
-    /// next write to them: KVM_CLEAR_DIRTY_LOG. `slot` is in address space `space`. The range is the `pages` pages from
-    /// page `first` on; bit n of word m is page `first` + 64m + n. Splits huge leaves in the range first (policy
-    /// `eager_page_split`).
+    /// Clears the marks of pages in the dirty log of `slot`, in address space `space`, and protects these pages, so
+    /// that the next write to each is logged: KVM_CLEAR_DIRTY_LOG. The pages are those of the `pages` pages from page
+    /// `first` on whose bit in `bitmap` is set: bit n of word m is page `first` + 64m + n. With the policy
+    /// `eager_page_split`, first splits the huge leaves in the range.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
@@ -312,15 +315,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Notes in the dirty logs that the client, or a device that it emulates, has written to the frames `gfns` without
-    /// a vCPU: KVM's `mark_page_dirty`. Call after the write. Ignores frames without a memslot, or in a memslot that
-    /// does not log.
+    /// Marks the frames `gfns` in the dirty logs, because the client, or a device that it emulates, has written to
+    /// them: KVM's `mark_page_dirty`. Call after the write. Ignores frames without a memslot, or in a memslot that does
+    /// not log.
     ///
     /// # Errors
-    /// [`DirtyLogError::Rings`]: the VM logs to its vCPUs' rings, and this call has no vCPU. The pages were noted for
-    /// the readers of the logs only ([`Vm::log_reader`]).
+    /// [`DirtyLogError::Rings`]: the VM logs to its vCPUs' dirty rings, and no vCPU has made this write. The pages were
+    /// marked only for log readers ([`Vm::log_reader`]).
     pub fn mark_dirty(&self, space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError> {
-        // The number of pages that are noted in one reader section.
+        // The number of pages that are marked in one reader section.
         const SOME: u64 = 1 << 14;
         let Some(space) = self.spaces.get(space) else {
             return Ok(());
@@ -350,9 +353,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Whether `gfn` is marked in the dirty log of its memslot, as [`Vm::get_dirty_log`] would return it. Clears and
-    /// protects nothing. Returns `false` also for a frame that no such log covers. With [`DirtyLogMethod::DirtyBit`]
-    /// and [`DirtyLogMethod::Buffer`], a page that a vCPU has written is not marked before the next harvest.
+    /// Whether `gfn` is marked in the dirty log of its memslot, so that [`Vm::get_dirty_log`] would return it. Neither
+    /// clears the log nor protects pages. Also returns `false` if no slot with a bitmap for the client contains the
+    /// frame. With [`DirtyLogMethod::DirtyBit`] and [`DirtyLogMethod::Buffer`], a page that a vCPU has written is
+    /// marked only by the next harvest.
     pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
         let Some(space) = self.spaces.get(space) else {
             return false;
@@ -368,8 +372,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         log.is_some_and(|log| log.is_marked_for_client(gfn.0 - slot.base().0))
     }
 
-    /// Makes the dirty log for a slot of `pages` pages whose logging starts. `is_clients`: the client will read the
-    /// log. Otherwise only readers of the kind [`super::LogReader`] will.
+    /// Makes the dirty log for a slot of `pages` pages whose logging starts. `is_clients` tells that the client will
+    /// read the log; otherwise only [`super::LogReader`]s will.
     pub(super) fn new_log(&self, pages: u64, is_clients: bool) -> Result<DirtyLog, OutOfMemory> {
         if is_clients && self.log_mode.rings.load(SeqCst) {
             return match self.log_mode.readers.load(SeqCst) {
@@ -386,10 +390,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         DirtyLog::bitmap(kind, pages, initially_set)
     }
 
-    /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if
-    /// logging of these pages starts, to all `pages`. Call after publishing the slot with its log. The caller holds the
-    /// lock `turn` of the log, and `change` holds the slot writers' lock. Does nothing if the slot has changed
-    /// meanwhile: that change has done it.
+    /// Makes the new log `log` of slot `id` record the next write to each page of `pages` (with
+    /// [`LogChange::Continues`], only to pages that are not marked in the log). Call after publishing the slot with
+    /// this log. The caller holds the lock `turn` of the log, and `change` holds the slot writers' lock. Does nothing
+    /// if another change has replaced the log since: that change does this work.
     pub(super) fn begin_logging(
         &self,
         space: &Space<P, F>,
@@ -405,14 +409,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         match what {
             LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
-            // In this order: a walker records only one page of a huge leaf, so a huge leaf that is not split must not
-            // be writable.
+            // Split first: `protect` write-protects the leaves that are still huge then, because a walker would record
+            // only one page of a huge leaf.
             LogChange::Begins if log.kind() == LogKind::Buffers => {
                 op.split_eagerly(pages.clone());
                 op.protect(pages, |_| true);
             }
             _ => {
-                // In this order: a huge leaf is protected once, and the pieces of its split are then protected, too.
+                // Protect first: one entry is protected per huge leaf, and the pieces of the split inherit the
+                // protection.
                 op.protect_all(pages.clone());
                 op.split_eagerly(pages);
             }
@@ -420,9 +425,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Ends logging in slot `id`: huge leaves replace tables ([`super::recover`]). If entries above the leaves were
-    /// write-protected, this lifts that protection, so that the small leaves which stay are writable again. The other
-    /// small leaves become writable at the next write fault.
+    /// Call after logging of slot `id` has ended. Replaces tables by huge leaves ([`super::recover`]). First removes
+    /// the protection from write-protected entries that refer to tables, so that the leaves below are writable again.
+    /// Write-protected small leaves that are not replaced become writable at the next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
         if let Some(pages) = op.slot().map(|slot| slot.pages()) {
@@ -448,8 +453,9 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Adds to `bitmap`, which contains the marks of `log` in `pages` pages, those that other readers have harvested
-    /// for the client: their pages are protected already. Unless `kept`, they are not pending any more.
+    /// Adds to `bitmap` the pages of `log` that are pending for the client because other readers have harvested them.
+    /// (These readers have already protected the pages.) Unless `kept`, the pages are then not pending any more.
+    /// `pages` is the number of pages of the slot.
     fn add_pending(&mut self, log: &DirtyLog, bitmap: &mut [u64], pages: u64, kept: bool) {
         let Some(client) = log.reader(ReaderId::CLIENT) else {
             return;
@@ -463,9 +469,10 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`.
-    /// `valid` has the bits of all pages of the word. Collects adjacent words whose valid bits are all set in `full`,
-    /// so that one walk serves them; at the end the caller calls [`Self::protect_words`] with `full`.
+    /// Makes the log record the next write to the pages of bitmap word `word` whose bits are set in `mask`. `valid` has
+    /// the bits of all pages of the slot in the word. If all valid bits of adjacent words are set, collects these words
+    /// in `full`, so that one walk protects them. So at the end the caller must call [`Self::protect_words`] with
+    /// `full`.
     pub(super) fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64, valid: u64) {
         if mask == 0 {
             return;
@@ -482,7 +489,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Makes the log note the next write to all pages of the words in the range `words`.
+    /// Makes the log record the next write to every page of the bitmap words `words`.
     pub(super) fn protect_words(&mut self, words: Range<u64>) {
         self.protect_all(words.start * 64..words.end * 64);
     }

@@ -14,12 +14,12 @@ use crate::policy::SplitWalk;
 use crate::slots::Memslot;
 use crate::table::{FrameCache, Walk};
 
-/// The most tables that one edge can need: those that split a leaf of the largest size down to the edge.
+/// The largest number of tables that one edge can need: those that split a leaf of the largest size down to the edge.
 pub(super) const FRAMES_PER_EDGE: usize = Level::GIGA.0 as usize - 1;
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Splits, in place, the huge leaf that crosses the edge before `gfn`, if there is such a leaf. `frames`
-    /// contains the tables for the split.
+    /// Splits, in place, the huge leaf that maps both `gfn` and the frame before it, if there is such a leaf. `frames`
+    /// contains the frames for the split's tables.
     pub(super) fn split_over(
         &mut self,
         gfn: Gfn,
@@ -30,8 +30,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        // If no frame is left because faults have installed huge leaves there again and again, or if there is no
-        // memory for the rest, the caller zaps the whole leaf.
+        // The loop may end without a split: faults may have installed huge leaves again and again until no frame was
+        // left, or there may be no memory. Then the caller zaps the whole leaf.
         while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
             let crosses = |start: Gfn, _| start < gfn;
             self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
@@ -39,8 +39,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         }
     }
 
-    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is such a leaf. If the slot's dirty log is
-    /// harvested from hardware dirty bits, copies the leaf's dirty bit to the log.
+    /// Zaps the leaf of `slot` that maps both `gfn` and the frame before it, if there is such a leaf. If dirty bits are
+    /// part of the slot's log, records the leaf's dirty bit in the log.
     pub(super) fn zap_over(&mut self, gfn: Gfn, slot: &Memslot) {
         let crosses = |start: Gfn, _| start < gfn;
         self.zap_some(&(gfn..gfn.add(1)), slot, crosses);

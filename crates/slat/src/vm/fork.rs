@@ -1,51 +1,52 @@
-//! Clones: a new VM gets the memory of another VM as of one moment. The two share each page until one of them writes to
-//! it.
+//! Clones: a new VM, the *child*, gets a copy of the memory of another VM, the *parent*, as it is at one moment. The
+//! two VMs share each page until one of them writes to it.
 //!
 //! # Who does what
 //! *The platform* owns the pages. [`Platform::share`] tells it that from now on two VMs use every page that backs the
-//! first VM. From then on [`Platform::resolve`] returns a page that has other users as not writable
-//! ([`HostPage::with_writable`]). For a write, `resolve` first gives the asking VM a frame of its own. That changes the
-//! backing of the page, for this VM alone, so the platform announces the change like any other ([`Vm::invalidate`]):
-//! the old leaf is zapped and flushed before the page is copied, on every format, with break-before-make or without,
-//! and wherever else the VM maps the same page. A frame with one remaining user is writable again, and the next write
-//! fault makes its leaf writable in place.
+//! first VM. From then on [`Platform::resolve`] returns a page that several VMs use as not writable
+//! ([`HostPage::with_writable`]). For a write, `resolve` first gives the requesting VM its own copy of the page. This
+//! changes the backing of the page for this VM, so the platform announces the change like any other change
+//! ([`Vm::invalidate`]): before the page is copied, all leaves of the VM that map it are zapped and flushed, on every
+//! format. A page that only one VM still uses is writable again, and the next write fault makes its leaf writable in
+//! place.
 //!
-//! *The engine* ensures that no leaf allows a write that the platform has not granted. For both VMs this means: no leaf
-//! is writable, and no leaf may become writable without asking the platform
+//! *The engine* ensures that no leaf allows a write that the platform has not granted. So after a clone no leaf of
+//! either VM is writable, and none may become writable without asking the platform
 //! ([`Leaf::may_write`](crate::format::Leaf::may_write)).
 //!
 //! # What is copied
-//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies; and the kind
-//!   of the dirty logs. The copy's dirty logs are new, like those of new slots. vCPUs, rings, counters and the limit of
-//!   shadow pages are not copied.
-//! * *The tables*, in the same pass in which the parent's leaves lose the right to write: each leaf that the walk
-//!   visits is stored, under the lock of its table, in a table of the child, which no other thread can reach yet. So
-//!   the child takes no fault to read what its parent had mapped. Accessed bits are copied. Dirty bits are not copied,
-//!   because the child has written nothing. If there is no memory for more tables, the child lacks the remaining
-//!   leaves, and faults there. Shadow pages are not copied. Shadow pages of the direct MMU would need a reverse-map
-//!   node for each leaf. Shadow pages of the shadow MMU depend on the guest's tables, which the child reads itself.
+//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies; and the
+//!   settings of dirty logs. The child's dirty logs are new, like those of new slots. vCPUs, dirty rings, counters and
+//!   the limit of shadow pages are not copied.
+//! * *The tables*: the walk that removes the right to write from the parent's leaves also stores each leaf, under the
+//!   lock of its table, in a table of the child, which no other thread can reach yet. So the child can read what its
+//!   parent had mapped without a fault. Accessed bits are copied. Dirty bits are not copied, because the child has not
+//!   written yet. If there is no memory for more tables, the child lacks the remaining leaves, and accesses to their
+//!   pages fault. Shadow pages are not copied: those of the direct MMU would need a reverse-map node for each leaf, and
+//!   those of the shadow MMU are made from the guest's tables, which the child reads itself.
 //!
 //! # The moment
-//! The parent may run meanwhile. The copy is the parent's memory, for all its vCPUs, at the moment when the last flush
-//! ends:
+//! The parent may run during the clone. The child's memory is the parent's memory, as all its vCPUs see it, at the
+//! moment when the flush in step 5 ends:
 //!
-//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes do not change. Leaves of
-//!    deleted slots were zapped under these locks. The clone waits for a conversion that is still zapping.
-//! 2. An invalidation of all backing addresses begins. It zaps nothing. Until step 6 no fault installs a leaf or adds
-//!    rights to one ([`super::invalidate`]). A vCPU that needs to do so waits, outside its reader section.
-//! 3. The platform shares the pages. After this nothing fails.
-//! 4. The walk: leaves lose the right to write, and are copied.
-//! 5. The flush. Until it ends, a vCPU that has a writable leaf in its TLB may write.
-//! 6. The sequence is raised, so that no fault installs a page that was resolved before step 3. Then the invalidation
-//!    ends.
+//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes do not change. No leaves of
+//!    deleted slots exist, because they are zapped under these locks. The clone also waits for a conversion that is
+//!    still zapping.
+//! 2. An invalidation of all backing addresses begins. It zaps nothing, but until step 6 no fault installs a leaf or
+//!    adds rights to a leaf ([`super::invalidate`]). A vCPU that needs this waits, outside its reader section.
+//! 3. The platform shares the pages. From here on nothing can fail.
+//! 4. The walk removes the right to write from the leaves, and copies them.
+//! 5. TLBs are flushed. Until the flush ends, a vCPU that has a writable leaf in its TLB may write.
+//! 6. The invalidation sequence is raised, so that no fault installs a page that was resolved before step 3. Then the
+//!    invalidation ends.
 //!
-//! A write by a vCPU of the parent before step 5 ends is in the child. A write that faults is done after step 6, like
-//! everything that depends on it. So the child never sees an effect without its cause.
+//! The child has every write that a vCPU of the parent makes before step 5 ends. A write that faults is made after step
+//! 6, and so is everything that depends on that write. So the child never has an effect of a write without the write.
 //!
-//! *Invalidations* between steps 1 and 6 are of the parent: they zap the parent's leaves, not the child's copies. The
-//! copies are correct: the pages that backed the parent at step 3 back the child until an invalidation of the child. At
-//! step 4, each leaf in the tables maps a page that backed the parent at step 3: no leaf was installed since step 2,
-//! and an invalidation zaps before the backing changes.
+//! *Invalidations* of the parent between steps 1 and 6 zap the parent's leaves, not the child's copies. The copies are
+//! correct nevertheless: the pages that backed the parent at step 3 back the child until the child's memory is
+//! invalidated, and each leaf that step 4 copies maps such a page, because no leaf was installed since step 2, and an
+//! invalidation zaps leaves before it changes the backing.
 //!
 //! [`HostPage::with_writable`]: crate::HostPage::with_writable
 
@@ -61,17 +62,17 @@ use crate::table::{At, LeafCounts, Next, Show, TableBuilder, Tree, Visit, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes a VM with the memslots of `parent`, and with its memory as it is now. The two VMs share each page until
-    /// one of them writes to it, if the platform can share pages ([`Platform::share`]). The caller shares the VM
-    /// between threads and makes its vCPUs, as after [`Vm::unshared`].
+    /// one of them writes to it, if the platform can share pages ([`Platform::share`]). As with [`Vm::unshared`], the
+    /// caller puts the new VM in an `Arc` and makes its vCPUs.
     ///
-    /// Costs one walk over the parent's leaves, and as many tables as the parent has; copies no page. With
+    /// The cost is one walk over the parent's leaves, and as many tables as the parent has; no page is copied. With
     /// [`MmuKind::Tdp`](crate::MmuKind) the new VM has all leaves of the parent, without the right to write. With the
-    /// other kinds, the new VM begins without tables. The parent may run meanwhile: its vCPUs continue, but a vCPU that
-    /// faults, or a change of the parent's slots, waits until this returns. The parent's next write to each page faults
-    /// once.
+    /// other kinds, the new VM begins without tables. The parent's vCPUs may run during the call, but a vCPU that
+    /// faults waits until the call returns, and so does a change of the parent's slots. Afterwards the parent's next
+    /// write to each page faults once.
     ///
-    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`]. If an invalidation of the
-    /// parent is in progress, the parent's vCPUs may wait for it as usual; this call does not.
+    /// Do not call this while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// This call does not wait for invalidations of the parent that are in progress.
     ///
     /// # Errors
     /// [`ForkError`]; nothing was changed.
@@ -117,8 +118,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(child)
     }
 
-    /// Gives address space `space` of a new VM the memslots of `parent`, and its set of private frames: guest frames
-    /// that `KVM_MEMORY_ATTRIBUTE_PRIVATE` makes private.
+    /// Gives address space `space` of a new VM the memslots of `parent`, and the parent's private frames
+    /// (KVM_MEMORY_ATTRIBUTE_PRIVATE).
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -131,13 +132,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             copied = self.set_memory_region(space, &slot.region());
             copied.is_ok()
         });
-        // The parent's slots obey the rules, so the copies obey them, too.
+        // The parent's slots obey the rules for regions, so the copies do, too: only memory can be missing.
         copied.map_err(|_| OutOfMemory)
     }
 
-    /// Removes the right to write from every leaf of `space`, and stores each leaf in `copy`, as far as there is memory
-    /// for the tables of `copy`, an empty tree that no other thread can reach. Returns the number of stored leaves by
-    /// level. When this returns, no CPU uses a writable leaf of `space`.
+    /// Removes the right to write from every leaf of `space`. Stores a copy of each leaf in `copy`, an empty tree that
+    /// no other thread can reach, as long as there is memory for tables. Returns the number of copied leaves by level.
+    /// When this returns, no CPU uses a writable leaf of `space`.
     fn freeze(&self, space: &Space<P, F>, copy: Option<&mut Tree<P, F>>) -> LeafCounts {
         let mut builder = copy.map(TableBuilder::new);
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
@@ -157,7 +158,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl super::LogMode {
-    /// Makes the logs of a new VM work like the logs of `other`.
+    /// Copies the settings of dirty logs from `other`, for a new VM.
     fn copy(&self, other: &Self) {
         let pairs = [
             (&self.manual, &other.manual),
@@ -180,7 +181,7 @@ struct Freeze<'f, 't, P: Platform, F: Format> {
 impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
     fn visit(&mut self, at: &At<'_>) -> Next {
         let bits = frozen::<F>(at.bits);
-        // Do not copy a leaf that is being replaced, or a leaf in a shadow page: the child faults there.
+        // Copy neither a leaf that is being replaced (broken) nor a leaf in a shadow page: the child will fault on it.
         if let Some(copy) = &mut self.copy
             && at.is_in_tree()
             && let Entry::Leaf(_) = at.decode::<F>()
@@ -196,10 +197,11 @@ impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
     }
 }
 
-/// Returns the leaf `bits`, valid or broken by break-before-make, without the right to write. Also clears `MAY_WRITE`,
-/// so that a fault has to ask the host before it gives the right back.
+/// Returns the leaf `bits` without the right to write and without `MAY_WRITE`, so that a fault must ask the platform
+/// before it gives the right back. The leaf may be valid, or broken by break-before-make.
 fn frozen<F: Format>(bits: u64) -> u64 {
-    // Where walkers set no dirty bits, the right to write is the only sign that the page may have been written to.
+    // If walkers set no dirty bits, a writable page may have been written: set the dirty bit before the right is
+    // removed.
     let written = !F::SETS_DIRTY && bits & (F::WRITE | F::MAY_WRITE) != 0;
     let dirty = if written { F::DIRTY } else { 0 };
     F::write_protect(bits) & !F::MAY_WRITE | dirty

@@ -11,8 +11,8 @@ use crate::sync::quiesce::Attention;
 use crate::table::{At, Next, Show, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Calls `visit` with the attention word of every vCPU of this VM, and of every reader that operations use (bits in
-    /// the words of such readers have no effect). Takes no lock, so the caller may hold any.
+    /// Calls `visit` with the attention word of every vCPU of this VM. Also calls it for readers that operations use;
+    /// bits in these words have no effect. Takes no lock, so the caller may hold any lock.
     pub fn visit_attention(&self, visit: &mut dyn FnMut(&Attention)) {
         for reader in self.readers.iter() {
             visit(reader.attention());
@@ -20,27 +20,27 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Waits until every vCPU has passed a quiescent point ([`Vcpu::quiesce`](crate::Vcpu::quiesce)) or is outside its
-    /// reader section: KVM's `synchronize_srcu`. When this returns, no vCPU uses a value that it read before the caller
-    /// replaced the value, provided that vCPUs keep such values only until their next quiescent point.
+    /// reader section: KVM's `synchronize_srcu`. So if the caller has replaced a value, and vCPUs keep copies of it
+    /// only until their next quiescent point, no vCPU uses the old value when this returns.
     ///
-    /// The caller is in no reader section, and holds nothing that a vCPU in a reader section waits for.
+    /// The caller is in no reader section, and holds no lock for which a vCPU in a reader section waits.
     pub fn synchronize(&self) {
         self.readers.synchronize(self.reader_wait());
     }
 
-    /// Like [`Self::synchronize`], but waits only for vCPUs for whose attention word `wanted` is true, and only while
-    /// it is true. For a client that raises a bit of its own in the words of some vCPUs: such a vCPU clears the bit
-    /// before it drops its translations.
+    /// Like [`Self::synchronize`], but waits only for vCPUs for whose attention word `wanted` returns `true`, and only
+    /// as long as it does. For a client that raises its own bit in the words of some vCPUs: each of these vCPUs clears
+    /// the bit before it drops its translations.
     pub fn synchronize_those(&self, wanted: &dyn Fn(&Attention) -> bool) {
         self.readers.synchronize_those(wanted, self.reader_wait());
     }
 
-    /// Returns the memslot of address space `space` that contains `gfn`, or else the first memslot after `gfn`, as the
-    /// [`Region`] that would create it. `None`: there is no such memslot, or no such address space.
+    /// Returns the memslot of address space `space` that contains `gfn`, or else the first memslot after `gfn`, as a
+    /// [`Region`]. `None`: there is no such memslot, or no such address space.
     ///
-    /// Takes no lock: sees the memslots that are published at this moment. To list all memslots, continue from the end
-    /// of the returned memslot. Such a list may lack a memslot that is created meanwhile at lower frames, and may
-    /// contain twice a memslot that moves meanwhile. The caller is in no reader section.
+    /// Takes no lock: uses the memslots that are published at this moment. To list all memslots, call this again with
+    /// the end of the returned memslot. If memslots change between the calls, the list may lack a memslot that is
+    /// created at lower frames, and may contain a memslot that moves twice. The caller is in no reader section.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -65,8 +65,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })?
     }
 
-    /// Returns whether `gfn` is private ([`Vm::set_memory_attributes`]), and the largest range of frames around it with
-    /// the same attribute.
+    /// Returns whether `gfn` is private ([`Vm::set_memory_attributes`]), and the largest range of frames around it that
+    /// are all private, or all shared, like `gfn`.
     ///
     /// Takes no lock, like [`Self::memslot_from`].
     pub fn private_around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
@@ -82,13 +82,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Some(read(space.slots.current(section.inside())))
     }
 
-    /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn. Passes
-    /// the first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning.
-    /// Entries for nested tables are visited in another order. Does nothing if the address space `space` does not
-    /// exist.
+    /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`. Passes the first frame that
+    /// the entry covers (for a huge leaf, it may be before `range`), the entry's level, and its meaning. Visits entries
+    /// in the order of gfn, except those in shadow pages of nested tables. Does nothing if the address space `space`
+    /// does not exist.
     ///
-    /// Changes nothing. CPUs may run meanwhile, so entries in different tables are read at different times. `visit` is
-    /// called under the lock of a table and must not call the VM.
+    /// Changes nothing. Entries in different tables are read at different times, and vCPUs may change them in between.
+    /// `visit` is called under the lock of a table and must not call the VM.
     pub fn visit_leaves(
         &self,
         space: usize,
@@ -105,7 +105,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut op = RangeOp::begin(self, space);
         op.walk(&mut Walk::new(range), |step, walk| {
             step.walk(walk, show, &mut |at: &At<'_>| {
-                // On formats with break-before-make an empty entry may have bits set.
+                // On formats with break-before-make an empty entry may have bits set, so decode it.
                 match at.decode::<F>() {
                     Entry::Empty => {}
                     entry => visit(at.gfn, at.level, entry),

@@ -3,27 +3,29 @@
 //! # Protocol
 //! A fault reads the [`Sequence`] before it looks up slot, attributes and host page. Under the lock of the table into
 //! which it installs ([`crate::table`]) it checks whether the results of these look-ups are still current
-//! ([`InProgress::holds`]). They are not current when
-//! * an invalidation is in progress over a page that backs the leaf. (A huge leaf may reach into the invalidated range
-//!   even if the faulting page is outside of it.) Or
-//! * the sequence has been raised since. These raise it: a slot change that deletes or moves a slot or changes its
-//!   flags, and a conversion, each after publishing the new set and before zapping; a zap that a client asks for; the
-//!   begin of an invalidation whose range a memslot uses; and the end of an invalidation whose range a memslot uses
-//!   then or used at the begin.
+//! ([`InProgress::holds`]). They are not current in two cases:
+//! * An invalidation of a page that backs the leaf is in progress. (The leaf may be huge, and the invalidated page
+//!   another one than the faulting page.)
+//! * The sequence has been raised since the fault read it. It is raised by a slot change that deletes or moves a slot
+//!   or changes its flags, and by a conversion, after publishing the new set and before zapping; by a zap that a client
+//!   requests ([`Vm::zap`]); by the begin of an invalidation, if a memslot uses its range; and by the end of an
+//!   invalidation, if a memslot uses its range then or has used it at the begin.
 //!
 //! Creating a slot need not raise the sequence: a fault that has found no slot installs no leaf. The end of an
-//! invalidation must raise it: a fault may have resolved the page before the backing changed, and install the page
-//! after the end.
+//! invalidation must raise it: otherwise a fault that resolved the page before the backing changed could install the
+//! page after the end.
 //!
-//! An invalidation of memory that no slot uses delays no fault. If a slot that uses the memory is created meanwhile,
-//! faults on the slot find the range in progress. The end of the invalidation finds the slot and raises the sequence.
+//! An invalidation of memory that no slot uses delays no fault. If a slot that uses the memory is created during the
+//! invalidation, faults on this slot find that the invalidation is in progress, and the end of the invalidation finds
+//! the slot and raises the sequence.
 //!
-//! A *leaving* slot is a slot that a change deletes or moves: the published set does not contain it any more (or
-//! contains it elsewhere), but its leaves are still in the tables. An invalidation waits until the change has raised
-//! the sequence and zapped these leaves. Then the invalidation makes sure that they are flushed.
+//! A *leaving* slot is a slot that a change deletes or moves: the published set does not contain it any more, or
+//! contains it at other frames, but its old leaves are still in the tables. An invalidation cannot find these leaves
+//! through the set. So it waits until the change has raised the sequence and zapped the leaves, and then makes sure
+//! that the leaves are flushed from TLBs.
 //!
-//! The ranges in progress are stored as one hull, a range around all of them, as in KVM. The hull is exact as long as
-//! no two invalidations are in progress at the same time.
+//! The ranges of the invalidations in progress are stored as one hull: a range that contains all of them, as in KVM.
+//! The hull is exact as long as no two invalidations are in progress at the same time.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
@@ -41,23 +43,24 @@ use crate::trace::Event;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence(u64);
 
-/// The invalidation sequence of a VM, and its invalidations in progress.
+/// The invalidation sequence of a VM, and its invalidations and slot changes in progress.
 pub(crate) struct InProgress {
     sequence: AtomicU64,
     /// The number of invalidations in progress.
     count: AtomicUsize,
     /// The number of slots that are being deleted or moved and whose old leaves may not be zapped yet.
     leaving: AtomicUsize,
-    /// The number of slots that are being moved. Counts a slot before its dirty bits are noted.
+    /// The number of slots that are being moved. A slot is counted from before its leaves' dirty bits are recorded in
+    /// its log.
     moving: AtomicUsize,
     /// The number of conversions that have published their attributes and have not flushed yet.
     converting: AtomicUsize,
-    /// Contains the ranges of all invalidations in progress.
+    /// A range that contains the ranges of all invalidations in progress.
     hull: Hull,
 }
 
-/// A range around all ranges in progress. Written under its lock. Faults read it without its lock, because they hold
-/// the lock of a table and may not take another lock.
+/// A range that contains the ranges of all invalidations in progress. It is written under its lock. Faults read it
+/// without this lock, because they hold the lock of a table and must not take another lock.
 struct Hull {
     start: AtomicU64,
     end: AtomicU64,
@@ -77,8 +80,9 @@ impl Hull {
 
     /// Returns whether `range` overlaps the hull. Call after finding that an invalidation is in progress.
     ///
-    /// The two bounds are not read atomically. But while any invalidation is in progress the hull only grows, so both
-    /// bounds include at least what the caller must see. If the hull was closed meanwhile, that invalidation has ended.
+    /// The two bounds are not read at once. But while any invalidation is in progress the hull only grows, so both
+    /// bounds contain at least the range of the invalidation that the caller has found. If the hull was made empty in
+    /// between, that invalidation has ended.
     fn overlaps(&self, range: &Range<Hva>) -> bool {
         self.start.load(SeqCst) < range.end.0 && range.start.0 < self.end.load(SeqCst)
     }
@@ -109,23 +113,23 @@ impl InProgress {
         }
     }
 
-    /// Returns the invalidation sequence. A fault calls this before it looks up anything.
+    /// Returns the invalidation sequence. A fault calls this before its look-ups.
     #[inline]
     pub(crate) fn sequence(&self) -> Sequence {
         Sequence(self.sequence.load(Acquire))
     }
 
-    /// Returns whether a fault may install a leaf backed by `range`: whether the slot, attributes and host pages that
-    /// it looked up after reading `sequence` are still current. Call under the lock of the table that receives the
-    /// leaf.
+    /// Returns whether a fault may install a leaf backed by `range`: it may if the slot, attributes and host pages that
+    /// the fault looked up after reading `sequence` are still current. Call under the lock of the table that receives
+    /// the leaf.
     #[inline]
     pub(crate) fn holds(&self, sequence: Sequence, range: &Range<Hva>) -> bool {
-        // Check in this order: an invalidation of memory that a slot uses raises the sequence before it ends. So if
-        // `covers` finds that the invalidation has ended, the load of the sequence sees the raise.
+        // Check `covers` first: an invalidation of memory that a slot uses raises the sequence before it ends. So if
+        // `covers` finds that the invalidation has ended, the load of the sequence sees the raised value.
         !self.covers(range) && self.sequence.load(Acquire) == sequence.0
     }
 
-    /// Returns whether an invalidation may be in progress over part of `range`.
+    /// Returns whether an invalidation of a part of `range` may be in progress.
     #[inline]
     pub(crate) fn covers(&self, range: &Range<Hva>) -> bool {
         // Sequentially consistent, like the begin of an invalidation and the publication of slots: if an invalidation
@@ -133,19 +137,19 @@ impl InProgress {
         self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
-    /// Raises the invalidation sequence, so that no fault that read it before can install.
+    /// Raises the invalidation sequence, so that a fault that read the old value installs no leaf.
     pub(crate) fn raise(&self) {
         self.sequence.fetch_add(1, SeqCst);
     }
 
-    /// Call before deleting or moving a slot. Drop the guard when the old range is zapped and a ticket for its flush
-    /// is held ([`Flushes`](crate::table::Flushes)).
+    /// Call before deleting or moving a slot. Drop the guard when the leaves of the old range are zapped and a flush
+    /// ticket for the range exists ([`Flushes`](crate::table::Flushes)).
     pub(crate) fn slot_leaves(&self) -> Counted<'_> {
         Counted::new(&self.leaving)
     }
 
-    /// Call when a conversion has published its attributes, before it releases its locks. Drop the guard after its
-    /// flush.
+    /// Call when a conversion has published its attributes, before it releases its locks. Drop the guard after the
+    /// conversion's flush.
     pub(super) fn converts(&self) -> Counted<'_> {
         Counted::new(&self.converting)
     }
@@ -161,8 +165,9 @@ impl InProgress {
         self.leaving.load(SeqCst) != 0
     }
 
-    /// Call before noting the dirty bits of a slot that is going to move. Until the guard is dropped, no fault installs
-    /// leaves of a slot that logs by dirty bits. The slot stays in the set until it moves, so only such faults wait.
+    /// Call before recording the dirty bits of the leaves of a slot that will move. Until the guard is dropped, no
+    /// fault installs leaves of a slot whose log uses dirty bits. Other faults need not wait, because the slot stays in
+    /// the published set until it moves.
     pub(crate) fn slot_moves(&self) -> Counted<'_> {
         Counted::new(&self.moving)
     }
@@ -172,8 +177,8 @@ impl InProgress {
         self.moving.load(SeqCst) != 0
     }
 
-    /// Waits until the leaves of all slots that are being removed are zapped. Waits only for the walks that zap them,
-    /// not for flushes.
+    /// Waits until the old leaves of all slots that are being deleted or moved are zapped. Does not wait until they are
+    /// flushed.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {
@@ -214,8 +219,8 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// An invalidation in progress. Until it is dropped, no vCPU uses a translation to its range, and no fault installs
-/// one. So the client may change the backing.
+/// An invalidation in progress. Until it is dropped, no vCPU uses a translation to its backing range, and no fault
+/// installs one. So the client may change what backs the range.
 #[must_use = "the invalidation ends when this is dropped"]
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
@@ -228,7 +233,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Begins an invalidation of the backing addresses `range`. When this returns, no CPU uses a translation to these
     /// addresses, and faults on them wait until the returned guard is dropped.
     ///
-    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call this while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -255,8 +260,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Begins an invalidation of all backing addresses that zaps nothing. Until the returned guard is dropped, faults
-    /// wait, and no fault installs a page that it looked up before.
+    /// Begins an invalidation of all backing addresses that zaps nothing. Until the returned guard is dropped, no fault
+    /// installs a leaf: faults wait. Pages that faults have looked up before are not installed later, either.
     pub(super) fn suspend_faults(&self) -> Invalidation<'_, P, F> {
         let range = Hva(0)..Hva(u64::MAX);
         self.in_progress.begin(&range, self.lock_wait());
@@ -269,16 +274,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Zaps all leaves of memslots in the guest frames `range` of address space `space`: the next access to each page
-    /// faults and looks the page up anew (KVM's `kvm_zap_gfn_range`). For a client that knows of a change that neither
-    /// a slot change nor an invalidation announces. When this returns, no CPU uses an old translation.
+    /// faults and looks the page up anew (KVM's `kvm_zap_gfn_range`). For changes by the client that are neither slot
+    /// changes nor invalidations. When this returns, no CPU uses an old translation.
     ///
-    /// Does nothing if the address space does not exist. Do not call it for a vCPU between [`crate::Vcpu::enter`] and
-    /// [`crate::Vcpu::leave`].
+    /// Does nothing if the address space does not exist. Do not call this while the calling thread's vCPU is between
+    /// [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     pub fn zap(&self, space: usize, range: Range<Gfn>) {
         let Some(space) = self.spaces.get(space) else {
             return;
         };
-        // A fault that has looked up the page already must not install it after the zap.
+        // A fault that has already looked up the page must not install it after the zap.
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
         op.zap_slots(&range);
@@ -286,8 +291,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.flush_leaving_slots();
     }
 
-    /// Zaps all leaves of `space` that `range` backs. When this function finds the first slot that uses `range`, and
-    /// `used` is not set yet, it raises the sequence and sets `used`.
+    /// Zaps all leaves of `space` that `range` backs. If it finds a slot that uses `range`, and `used` is not set yet,
+    /// it first raises the sequence and sets `used`.
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let counters = op.counters();
@@ -301,20 +306,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Makes sure that no CPU uses a translation of a slot that was deleted or moved before this call. The caller has
-    /// walked over the slots in the published set, and so has missed the leaves of deleted and moved slots.
+    /// Makes sure that no CPU uses a translation of a slot that was deleted or moved before this call. Call after a
+    /// walk over the slots of the published set, which misses the leaves of deleted and moved slots.
     pub(super) fn flush_leaving_slots(&self) {
         self.in_progress.wait_for_leaving_slots(self.turn_wait());
-        // The leaves are zapped. The thread that zapped them may not have flushed yet. This thread flushes them itself
-        // instead of waiting: the other thread may be interrupting CPUs, and this thread may run on one of these.
+        // The leaves are zapped, but the thread that zapped them may not have flushed yet. This thread flushes them
+        // itself instead of waiting for that thread, which may have to interrupt the CPU on which this thread runs.
         if let Some(gfns) = self.flushes.due_of_leaving_slots() {
             self.flush_zapped_by_others(gfns);
         }
     }
 
-    /// Call after publishing a slot at `gfns`. Flushes `gfns` if an earlier slot was deleted or moved from there and
-    /// the thread that zapped its leaves has not flushed yet. Otherwise CPUs could use the old translations after the
-    /// new slot's creation has returned.
+    /// Call after publishing a slot at `gfns`. Flushes `gfns` if a slot with such frames was deleted or moved before,
+    /// and the thread that zapped its leaves has not flushed yet. Otherwise CPUs could still use the old translations
+    /// when the call that created the new slot returns.
     pub(super) fn flush_slots_that_left(&self, gfns: &Range<Gfn>) {
         let due = self.flushes.due_of_leaving_slots();
         if due.is_some_and(|due| overlap(&due, gfns)) {
@@ -322,7 +327,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Flushes `gfns`, in which other threads have zapped leaves and tables of any level.
+    /// Flushes `gfns`, of which other threads have zapped leaves and tables of any level.
     fn flush_zapped_by_others(&self, gfns: Range<Gfn>) {
         let ended = self.section().end();
         self.flush(gfns, Stale::ANYTHING, ended.counters());
@@ -342,23 +347,24 @@ impl<P: Platform, F: Format> Vm<P, F> {
         used
     }
 
-    /// Returns a function that waits for one round of a wait for a spin lock.
+    /// Returns a function that waits a short time for a spin lock; call it in each round of waiting.
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Lock)
     }
 
-    /// Returns a function that waits for one round of a wait for a [`crate::sync::FairLock`], or for an operation of
-    /// its holder.
+    /// Returns a function that waits a short time for a [`crate::sync::FairLock`], or for an operation of its holder;
+    /// call it in each round of waiting.
     pub(crate) fn turn_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Turn)
     }
 
-    /// Returns a function that waits for one round of a wait for a reader, given the reader's token.
+    /// Returns a function that waits a short time for the reader with the given token; call it in each round of
+    /// waiting.
     pub(super) fn reader_wait(&self) -> impl FnMut(u32, usize) + '_ {
         |round, token| self.wait(round, WaitFor::Reader(token))
     }
 
-    /// Waits for one round. The caller holds no spin lock.
+    /// Waits a short time by [`Platform::wait`](crate::Platform::wait). The caller holds no spin lock.
     pub(crate) fn wait(&self, round: u32, what: WaitFor) {
         held::assert_none("to wait");
         self.platform.wait(round, what);
@@ -371,7 +377,8 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
         if self.used || vm.is_used(&self.range) {
             vm.in_progress.raise();
         } else {
-            // A slot may have been created, and may be leaving again: then its change raises the sequence.
+            // A slot that uses the range may have been created during the invalidation, and may be leaving again now.
+            // Then the change that deletes or moves it raises the sequence: wait for this.
             vm.in_progress.wait_for_leaving_slots(vm.turn_wait());
         }
         vm.in_progress.end(vm.lock_wait());
@@ -382,8 +389,8 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
 mod tests {
     use super::*;
 
-    /// One thread installs pages as a fault does, with the check under a lock, while another thread begins and ends
-    /// invalidations: after each invalidation the entry is empty or contains the new page.
+    /// One thread installs pages like a fault, with the check under a lock. Another thread begins and ends
+    /// invalidations, and checks after each that the entry is empty or contains the new page.
     #[test]
     fn a_look_up_from_before_a_change_never_holds_after_it() {
         const ROUNDS: u64 = 200_000;
@@ -413,7 +420,7 @@ mod tests {
                 in_progress.end(wait);
                 let entry = *entry.lock(wait);
                 if entry != NOTHING && entry != page {
-                    // Make the other thread end, because the scope waits for that thread.
+                    // Make the other thread end before this one panics, because the scope waits for that thread.
                     host.store(ROUNDS, SeqCst);
                     panic!("page {entry} was installed, it is {page} now");
                 }

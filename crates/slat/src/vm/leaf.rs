@@ -1,4 +1,4 @@
-//! Decides which leaf a page of a memslot gets: its rights, and the largest level at which it fits.
+//! Decides which leaf a page of a memslot gets: its rights, and the largest level that is possible.
 
 use core::ops::Range;
 
@@ -8,11 +8,10 @@ use crate::format::{Format, Leaf, MemoryType, Privilege};
 use crate::platform::{HostPage, Platform};
 use crate::slots::Limits;
 
-/// Returns the leaf that maps the page `host` of a slot with `limits`, for an access or ahead of one. The leaf's
-/// rights, accessed and dirty bits are those that KVM begins with. `protects`: the slot's log works by write
-/// protection, so only a write makes a page writable. This function makes all leaves of slots, so no leaf exceeds the
-/// limits of its slot. Later changes of a leaf add only rights that the leaf allows ([`Leaf::may_write`],
-/// [`Leaf::may_execute`]).
+/// Returns the leaf that maps the page `host` of a slot with `limits`, for `access`. The leaf has the rights, accessed
+/// and dirty bits that KVM would give it. If `protects`, the slot's log works by write protection, so the leaf is
+/// writable only if `access` is a write. This function makes all leaves of slots, so no leaf exceeds the limits of its
+/// slot. Later changes of a leaf add only rights that the leaf allows ([`Leaf::may_write`], [`Leaf::may_execute`]).
 #[inline]
 pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
     let allowed = host.writable && limits.rights.write;
@@ -20,7 +19,8 @@ pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: A
     Leaf {
         pfn: host.pfn,
         write,
-        // Limits that include the right to execute belong to write-back memory.
+        // The slot's memory type need not be checked: slots of other types than write-back do not have the right to
+        // execute.
         execute: limits.rights.execute && is_executable(host),
         may_write: allowed && !write,
         may_execute: false,
@@ -38,8 +38,8 @@ pub(crate) fn is_executable(host: &HostPage) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if a leaf may map only the frames `gfns`, and
-    /// the host maps `pfn` at level `host`.
+    /// Returns the largest level at which a leaf may map `gfn` to `pfn`. A leaf may map only the frames `gfns`, and the
+    /// host maps `pfn` at level `host`.
     pub(crate) fn fitting_level(
         &self,
         gfns: &Range<Gfn>,
@@ -63,8 +63,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         level
     }
 
-    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge leaf is
-    /// not executable.
+    /// Returns the leaf of `level` that maps the page of `leaf`, which is of level 1, and the pages around it. With the
+    /// policy `nx_huge_pages`, a huge leaf is not executable.
     #[inline]
     pub(crate) fn leaf_at(&self, leaf: Leaf, level: Level) -> Leaf {
         let nx = level > Level::PAGE && self.policy.nx_huge_pages().is_on();

@@ -1,33 +1,33 @@
-//! Several readers of the dirty logs: a migration, a backup and the client's own use of KVM's bitmap or rings at the
-//! same time, none of which takes a page from another.
+//! Independent readers of the dirty logs. For example, a migration, a backup and the client's own use of KVM's bitmap
+//! or rings can run at the same time, and each sees every written page.
 //!
-//! A [`LogReader`] sees every page of every memslot that was written since it began its last [`Epoch`], or, before the
-//! first one, since it was made. An epoch ends by [`Epoch::commit`], when the pages were handled, or by
-//! [`Epoch::abort`], or because the program drops it: then its pages are in the next epoch, too. A reader that ends
-//! takes nothing from the others.
+//! A [`LogReader`] gets the written pages in [`Epoch`]s: an epoch contains every page that was written since the
+//! reader's previous epoch began (the first epoch: since the reader was made). [`Epoch::commit`] ends an epoch whose
+//! pages were handled. If an epoch is ended by [`Epoch::abort`], or dropped, its pages are in the next epoch, too.
 //!
 //! # How
-//! A write is noted in the log of its slot as with one reader. [`LogReader::begin`] harvests that log like
-//! [`Vm::get_dirty_log`], and passes the pages to all other readers, of which the client's bitmap is one
-//! (`dirty_log/readers.rs`). The pages are protected once for all: each reader has been told of the writes before, and
-//! each will be told of the next one. A reset of the client's rings protects pages without harvesting the log, which
-//! therefore contains pages that are protected. That is allowed. No operation leaves the opposite behind: a page
-//! that is writable, and neither in the log nor dirty.
+//! A write is recorded once, in the log of its slot. [`LogReader::begin`] harvests that log like [`Vm::get_dirty_log`],
+//! and passes the pages to all other readers, of which the client's bitmap is one (`dirty_log/readers.rs`). The pages
+//! are write-protected once for all readers: by then the writes before are passed to every reader, and the next write
+//! to each page will be recorded. A reset of the client's dirty rings protects pages without harvesting the log, so
+//! marked pages may be protected. This is allowed. The opposite must not be: a page that is writable, but neither
+//! marked in the log nor dirty.
 //!
 //! # Which slots
 //! While there is a reader, each slot without private memory logs, whether the client has set
 //! [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags) or not. That flag only decides whether the client may read KVM's
-//! bitmap, or gets entries in its rings. The list of readers comes before their logs: a reader first adds itself to the
-//! list, then visits the slots, each under the slot writers' lock. A slot change under that lock makes logs for all
-//! readers on the list. So the visitor finds a slot that logs for it, or one that it has to change.
+//! bitmap, or gets entries in its rings. A new reader first adds itself to the list of readers, and then visits the
+//! slots, each under the slot writers' lock. Every slot change, under the same lock, makes the slot log for all readers
+//! on the list. So when the new reader visits a slot, either the slot logs for it already, or the reader makes it log.
 //!
 //! # When slots change
-//! A reader tells of frames whose contents may differ from what they were at its last epoch:
+//! An epoch contains all frames whose contents may differ from those at the reader's last epoch. So:
 //! * *A new slot* is wholly dirty, and so are frames of [`Vm::set_memory_regions`] that get other memory.
-//! * *A slot that moves* is wholly dirty: at its frames was something else. (The client's bitmap counts pages of the
-//!   slot, not frames, and keeps its marks as in KVM.)
-//! * *A part that stays*, when slots are split or merged, keeps its marks for each reader, pending and in epochs.
-//! * *A slot that is deleted* takes its marks with it: there is nothing to copy any more.
+//! * *A slot that moves* is wholly dirty, because its new frames had other contents before. (In the client's bitmap,
+//!   which is by pages of the slot, not by frames, the marks stay as in KVM.)
+//! * *A part that stays* when slots are split or merged keeps its marks for each reader, both pending marks and those
+//!   of the current epoch.
+//! * *A slot that is deleted* is in no epoch any more: there is no memory to copy.
 
 use core::iter::FusedIterator;
 use core::mem;
@@ -45,7 +45,7 @@ use crate::sync::atomic::Ordering::*;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-/// The readers of a VM's dirty logs, besides the client.
+/// The list of the [`LogReader`]s of a VM: the readers of its dirty logs, besides the client.
 pub(super) struct ReaderList {
     pub(super) ids: Vec<ReaderId>,
     /// The id of the reader that was made last.
@@ -61,11 +61,11 @@ impl ReaderList {
     }
 }
 
-/// A reader of all dirty logs of a VM, with epochs of its own ([`Vm::log_reader`]). It keeps the VM alive. Dropping the
-/// reader ends the logging of memslots that log only for readers, if it is the last one.
+/// A reader of all dirty logs of a VM, with its own epochs ([`Vm::log_reader`]). It keeps the VM alive. When the last
+/// reader is dropped, memslots that log only for readers stop logging.
 ///
-/// The methods wait for slot changes and flushes, like [`Vm::get_dirty_log`]. Neither call them nor drop the reader for
-/// a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+/// The methods wait for slot changes and flushes, like [`Vm::get_dirty_log`]. Neither call them nor drop the reader
+/// while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
 pub struct LogReader<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     id: ReaderId,
@@ -74,7 +74,7 @@ pub struct LogReader<P: Platform, F: Format> {
     is_open: bool,
 }
 
-/// The pages that were written up to [`LogReader::begin`], and since the reader's last epoch that was committed.
+/// The pages that were written before [`LogReader::begin`] and are in no earlier committed epoch of the reader.
 #[must_use = "dropping an epoch aborts it"]
 pub struct Epoch<'r, P: Platform, F: Format> {
     reader: &'r mut LogReader<P, F>,
@@ -90,11 +90,11 @@ enum EpochEnd {
     Open,
 }
 
-/// Pages that were written ([`Epoch::dirty_ranges`]).
+/// A run of written pages ([`Epoch::dirty_ranges`]).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DirtyRange {
-    /// The address space.
+    /// The number of the address space.
     pub space: usize,
     /// The memslot's id.
     pub slot: u32,
@@ -107,10 +107,10 @@ pub struct DirtyRange {
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes a reader of the dirty logs. Its first epoch begins with the writes after this call.
     ///
-    /// While there is a reader, every memslot logs, except those with private memory: its memory is mapped by 4 KiB
-    /// leaves, and the first write to each page after a harvest faults, as with
-    /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags). The policies of dirty logs apply. Any number of readers costs
-    /// the guest what one costs; each takes two bits for each page.
+    /// While there is a reader, every memslot logs, except those with private memory. As with
+    /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags), the memory is mapped by 4 KiB leaves, and the first write to
+    /// each page after a harvest faults. The policies of dirty logs apply. For the guest, several readers cost no more
+    /// than one. Each reader needs two bits of memory for each page.
     ///
     /// A clone ([`Vm::fork_from`]) has no readers.
     ///
@@ -126,13 +126,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///     vcpu.hardware_fault(Gpa(page << 12), Access::Write)?;
     /// }
     ///
-    /// // Runs of dirty pages, joined where at most one clean page is between them.
+    /// // Runs of dirty pages. Two runs with only one clean page between them count as one.
     /// let epoch = backup.begin();
     /// let ranges: Vec<_> = epoch.dirty_ranges(2, u64::MAX).map(|range| range.gfns).collect();
     /// assert_eq!(ranges, [Gfn(3)..Gfn(7), Gfn(9)..Gfn(10)]);
     /// epoch.commit();
     ///
-    /// // The other reader has its own epochs. This one fails, so its pages are in the next one, too.
+    /// // The other reader has its own epochs. Its first epoch is aborted, so its pages are in its next epoch, too.
     /// migration.begin().abort();
     /// vcpu.hardware_fault(Gpa(0), Access::Write)?;
     /// assert_eq!(backup.begin().pages(), 1);
@@ -141,7 +141,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// ```
     ///
     /// # Errors
-    /// [`OutOfMemory`]: there is no memory for the bitmaps of all memslots, or to change a memslot. No reader was made.
+    /// [`OutOfMemory`]: there is no memory for the bitmaps of all memslots, or to change a memslot. The call made no
+    /// reader.
     pub fn log_reader(self: &Arc<Self>) -> Result<LogReader<P, F>, OutOfMemory> {
         let mut list = self.log_readers.lock(self.turn_wait());
         list.ids.try_reserve(1).map_err(|_| OutOfMemory)?;
@@ -160,7 +161,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             self.add_log_reader(space, id)?;
         }
-        // The reader is not told of earlier writes.
+        // Discard the earlier writes: they are not in the reader's first epoch.
         reader.harvest();
         reader.end_epoch(false);
         Ok(reader)
@@ -169,7 +170,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes the slots of `space` log for the reader `id`.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; some slots log.
+    /// [`OutOfMemory`]; some slots may already log for the reader.
     fn add_log_reader(&self, space: &Space<P, F>, id: ReaderId) -> Result<(), OutOfMemory> {
         self.each_slot(space, |slot| match slot.log() {
             _ if slot.private().is_some() => Ok(false),
@@ -185,7 +186,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.log_mode.readers.store(!list.ids.is_empty(), SeqCst);
         drop(list);
         for space in &self.spaces {
-            // If there is no memory to change a slot, it goes on logging until its flags are changed.
+            // Ignore the error: if there is no memory to change a slot, the slot logs until its flags are next changed.
             let _ = self.each_slot(space, |slot| {
                 let Some(log) = slot.log() else {
                     return Ok(false);
@@ -198,10 +199,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Calls `visit` for each slot of `space`, in the order of gfn, under the slot writers' lock. If it returns `true`,
-    /// replaces the slot by one that differs in its log only, as the list of readers demands.
+    /// replaces the slot by a slot that differs only in its log: the new slot logs if the client's flag or a reader on
+    /// the list requires it.
     ///
     /// # Errors
-    /// Those of `visit`, and [`OutOfMemory`].
+    /// The errors of `visit`, and [`OutOfMemory`].
     fn each_slot(
         &self,
         space: &Space<P, F>,
@@ -241,13 +243,13 @@ impl SlotsChange<'_> {
 }
 
 impl<P: Platform, F: Format> LogReader<P, F> {
-    /// Begins an epoch: harvests the logs of all memslots, and protects the pages in them, so that the next write to
-    /// each is in a later epoch.
+    /// Begins an epoch: harvests the logs of all memslots, and protects the marked pages, so that the next write to
+    /// each page is in a later epoch.
     ///
-    /// Every write before the call is in this epoch or in one that was committed. Every write after the
-    /// call is in a later epoch. (If another vCPU is still in the fault that has made a page writable,
-    /// its write is in the next epoch.) Costs what [`Vm::get_dirty_log`] costs for each memslot: two words are read for
-    /// 64 pages that were not written, and each page that was is protected.
+    /// Every write before the call is in this epoch or in an earlier committed epoch. Every write after the call is in
+    /// a later epoch. (If another vCPU is still in the fault that has made a page writable, its write is in the next
+    /// epoch.) The cost is that of [`Vm::get_dirty_log`] for each memslot: a read of two words for 64 pages that were
+    /// not written, and the protection of each page that was written.
     ///
     /// An epoch that was left open is aborted first.
     pub fn begin(&mut self) -> Epoch<'_, P, F> {
@@ -268,7 +270,8 @@ impl<P: Platform, F: Format> LogReader<P, F> {
         })
     }
 
-    /// Adds the pages in all logs, and those that other readers have harvested, to the reader's epoch.
+    /// Adds to the reader's epoch the pages marked in all logs, and the pages that are pending because other readers
+    /// have harvested them.
     fn harvest(&self) {
         let vm = &*self.vm;
         if vm.has_walker_buffers() {
@@ -280,7 +283,8 @@ impl<P: Platform, F: Format> LogReader<P, F> {
                 let turn = log.turn.lock(vm.turn_wait());
                 let change = space.slots.change(vm.turn_wait());
                 let op = SlotOp::begin(vm, space, change, id, Some(log.clone()));
-                // If the slot has another log, or frames, now, then look again which slot is here.
+                // If the slot got another log or moved meanwhile, do not advance `at`: look up again which slot is at
+                // these frames.
                 if op.harvest_for(&log, self.id) {
                     at = end;
                 }
@@ -308,8 +312,8 @@ impl<P: Platform, F: Format> Drop for LogReader<P, F> {
 }
 
 impl<P: Platform, F: Format> Epoch<'_, P, F> {
-    /// Returns the number of the epoch: 1 for the first one of its reader. A number is not used again if the epoch is
-    /// aborted.
+    /// Returns the number of the epoch. The reader's first epoch is 1. After an aborted epoch the next one has the next
+    /// number.
     pub fn number(&self) -> u64 {
         self.reader.epochs
     }
@@ -322,11 +326,12 @@ impl<P: Platform, F: Format> Epoch<'_, P, F> {
             .sum()
     }
 
-    /// Returns the dirty pages as runs, in the order of address space and gfn. Joins runs with fewer than `min_gap`
-    /// clean pages between them, and returns no run of more than `max` pages (0 counts as 1). A run is in one memslot.
+    /// Returns the dirty pages as runs, in the order of address space and gfn. Runs with fewer than `min_gap` clean
+    /// pages between them count as one run. No run has more than `max` pages (0 counts as 1), and each run is in one
+    /// memslot.
     ///
-    /// Each step looks at the slots that exist then: pages of deleted slots are left out, and pages of a moved slot are
-    /// at their new frames. Reads one word for 64 clean pages.
+    /// Each step of the iterator uses the memslots that exist then: pages of deleted slots are left out, and pages of a
+    /// moved slot are reported at their new frames. Reads one word for 64 clean pages.
     pub fn dirty_ranges(
         &self,
         min_gap: u64,
@@ -358,7 +363,7 @@ impl<P: Platform, F: Format> Epoch<'_, P, F> {
         self.end = EpochEnd::Commit;
     }
 
-    /// Ends the epoch like a drop: its pages are in the reader's next epoch, too.
+    /// Ends the epoch as if it were dropped: its pages are in the reader's next epoch, too.
     pub fn abort(self) {}
 
     /// Keeps the epoch for [`LogReader::open_epoch`], for a program that cannot hold the borrow of the reader until the
@@ -382,7 +387,7 @@ struct Ranges<'e, P: Platform, F: Format> {
     vm: &'e Vm<P, F>,
     id: ReaderId,
     space: usize,
-    /// The next frame to look at.
+    /// The frame at which the next step continues.
     at: Gfn,
     min_gap: u64,
     max: u64,
@@ -421,8 +426,8 @@ impl<P: Platform, F: Format> Iterator for Ranges<'_, P, F> {
 impl<P: Platform, F: Format> FusedIterator for Ranges<'_, P, F> {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the first slot that has a frame at or after `gfn` and a log with a bitmap: its id, its log, and the
-    /// frame after its last.
+    /// Finds the first slot that has a frame at or after `gfn` and a log with a bitmap. Returns its id, its log, and
+    /// the frame after its last frame.
     fn next_logged(
         &self,
         space: &Space<P, F>,
@@ -440,8 +445,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Harvests `log`, which the operation's slot has, for the reader `id`, and ends the operation. Returns whether the
-    /// slot had the log until the end.
+    /// Harvests `log`, the log of the operation's slot, for the reader `id`, and ends the operation. Returns whether
+    /// the slot had this log and its frames until the end.
     fn harvest_for(mut self, log: &DirtyLog, id: ReaderId) -> bool {
         let Some((pages, base)) = self.slot().map(|slot| (slot.pages(), slot.base())) else {
             return false;

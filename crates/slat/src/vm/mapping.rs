@@ -1,11 +1,11 @@
 //! Looks up how a guest frame is mapped now. Installs nothing.
 //!
-//! Where tables are indexed by gfn (tdp, direct), the look-up is the walk of a vCPU, without a lock: it finds the leaf
-//! at which a page walker ends. The shadow MMU indexes its tables by the guest's virtual pages: a frame may have many
-//! leaves there, or no leaf although the guest uses it. The reverse map, under the MMU's lock, has these leaves. All
-//! leaves of a frame map the same host frame, because a slot change or an invalidation zaps them all before another one
-//! is installed. They differ in level and in the rights that the guest's own tables grant. The result is the largest
-//! level, and each right that any of the leaves has. So it does not depend on the virtual address of an access.
+//! With the MMUs whose tables are indexed by gfn (tdp, direct), the look-up is a walk like a vCPU's, without a lock,
+//! and finds the leaf at which a page walker would end. The shadow MMU indexes its tables by the guest's virtual pages:
+//! many leaves may map one frame. They are found by the reverse map, under the MMU's lock. All leaves of a frame map
+//! the same host frame, because a slot change or an invalidation zaps all of them before another host frame can be
+//! mapped. They may differ in level, and in the rights that the guest's own tables grant. The result has the largest of
+//! their levels, and each right that any of them has.
 
 use super::{Space, Vm};
 use crate::addr::{Gfn, Level, Pfn, Rights};
@@ -18,19 +18,19 @@ use crate::table::{At, ByGfn, Key, Next, Show, Walk, lookup_page};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mapping {
-    /// The host frame that the guest frame is mapped to. If the leaf is larger than a page, this is still the frame of
-    /// the page.
+    /// The host frame to which the guest frame is mapped. If the leaf is huge, this is not the leaf's first frame but
+    /// the frame of the page.
     pub pfn: Pfn,
     /// The level of the leaf.
     pub level: Level,
-    /// The rights that the leaf grants. While a dirty log waits for a write, the right to write is missing.
+    /// The rights that the leaf grants. The right to write is missing while the dirty log write-protects the leaf.
     pub rights: Rights,
     /// The cache type of the page.
     pub memory: MemoryType,
 }
 
 impl Mapping {
-    /// Returns the mapping of `gfn` by `leaf`, of `level`, which covers it.
+    /// Returns the mapping of `gfn` by `leaf`, which is of `level`.
     #[inline]
     fn of<F: Format>(leaf: Leaf, level: Level, gfn: Gfn) -> Self {
         Mapping {
@@ -47,20 +47,20 @@ impl Mapping {
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how `gfn` of address space `space` is mapped now. `None`: there is no such address space, or the tables
-    /// have no leaf for the frame, so the next access faults. A memslot may contain the frame nevertheless.
+    /// have no leaf for the frame, so that the next access faults, even if a memslot contains the frame.
     ///
     /// Changes nothing: installs no leaf, sets no accessed bit, asks the platform for no page. For device models and
     /// debuggers, which have no vCPU. A thread that has a vCPU in a reader section uses
     /// [`Vcpu::lookup`](crate::Vcpu::lookup), which costs only the walk.
     ///
-    /// Any thread may call it, also in a reader section. The result may be out of date when the caller uses it, and the
-    /// host may have reclaimed the frame: no flush waits for the caller.
+    /// Any thread may call it, also in a reader section. No flush waits for the caller. So the result may be out of
+    /// date when the caller uses it, and the host may have reclaimed the frame.
     ///
-    /// With the tdp and direct MMU, takes no lock. The cost is the walk and one atomic read-modify-write of a word that
-    /// all callers share: 5 to 9 ns if the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
-    /// `lookup-near`). If another thread uses that word at the time, the caller takes one of the VM's other
-    /// reader slots instead, by three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves
-    /// of this one frame, and returns the largest level of these leaves, with each right that one of them has.
+    /// With the tdp and direct MMU, takes no lock. The cost is a walk and one atomic read-modify-write of a word that
+    /// all callers share: 5 to 9 ns if the tables are in the cache, of which 3 to 6 ns are the walk (slat-peers,
+    /// `lookup-near`). If another caller uses that word at the same time, this caller borrows a reader of the VM
+    /// instead, by three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves of this one
+    /// frame, and returns the largest level of these leaves, with each right that one of them has.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -83,7 +83,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if let Some(section) = self.readers.brief() {
                 return space.mapping(section.inside(), &*self.platform, gfn);
             }
-            // Another thread is in the brief section, and there is no memory for one more reader.
+            // Another thread uses the shared word (the brief section), and there is no memory for one more reader:
+            // wait.
             self.wait(round, WaitFor::Lock);
             round += 1;
         }
@@ -91,7 +92,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
-    /// Returns how `gfn` is mapped.
+    /// Returns how `gfn` is mapped in this address space.
     #[inline]
     pub(crate) fn mapping(&self, inside: InSection<'_>, platform: &P, gfn: Gfn) -> Option<Mapping> {
         if gfn >= all_gfns::<F>().end {
@@ -104,8 +105,8 @@ impl<P: Platform, F: Format> Space<P, F> {
             context: self.root(),
             index: gfn.into(),
         };
-        // SAFETY: the root belongs to this address space and is never freed before it, and the caller is in a section
-        // as long as `inside` lasts.
+        // SAFETY: the root belongs to this address space and is not freed before it, and the caller is in a reader
+        // section as long as `inside` exists.
         let found = unsafe { lookup_page::<P, F>(platform, key) };
         match found {
             Ok(found) => found
@@ -118,7 +119,7 @@ impl<P: Platform, F: Format> Space<P, F> {
         }
     }
 
-    /// Returns how `gfn` is mapped, by the reverse map of the shadow MMU.
+    /// Returns how `gfn` is mapped in shadow pages, found by the reverse map.
     #[cold]
     fn reverse_mapping(&self, inside: InSection<'_>, gfn: Gfn) -> Option<Mapping> {
         let mut found = None;
@@ -128,7 +129,7 @@ impl<P: Platform, F: Format> Space<P, F> {
             .walk(&mut walk, Show::default(), &mut |at: &At<'_>| {
                 if let Entry::Leaf(leaf) = at.decode::<F>() {
                     let this = Mapping::of::<F>(leaf, at.level, gfn);
-                    // Leaves of higher levels are shown first.
+                    // Leaves of higher levels are visited first, so `found` keeps the largest level.
                     let all: &mut Mapping = found.get_or_insert(this);
                     all.rights.write |= this.rights.write;
                     all.rights.execute |= this.rights.execute;

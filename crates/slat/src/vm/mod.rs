@@ -1,31 +1,32 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! Each mechanism has a file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`],
+//! Each mechanism has its file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`],
 //! [`ring`] and [`log_reader`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`]
 //! and [`cold`]. [`leaf`] decides which leaf a page gets, and [`mapping`] looks up which leaf a page has. [`usage`]
 //! reports the memory used. [`range_op`] has the common parts of range operations, and [`slot_op`] those of long
 //! operations on one slot. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
-//! 1. The list of dirty rings: held during a whole reset.
+//! 1. The lock of the list of dirty rings: held during a whole reset.
 //! 2. The turn (a fair lock) of a slot's dirty log: held while logging starts, or during a whole harvest or clear.
 //! 3. The slot writers' lock of an address space: held during a slot change (a deletion or move releases it before its
 //!    flush), or during one step of an operation on a slot ([`slot_op`]). A conversion takes these locks of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section, so its
 //!    holder may wait for a flush.
-//! 4. The list of the logs' readers: held while a slot change makes logs for them, which allocates.
-//! 5. One of: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's lock, the lock
-//!    of a walker's buffer. Held for a few instructions or one table. The holder waits for nothing, not even for
-//!    another lock of this list ([`crate::table`], [`crate::sync::spin`]). But a thread that holds the lock of shadow
-//!    pages may take the lock of a table of the tree beside them.
+//! 4. The lock of the list of log readers: held while a slot change makes dirty logs for the readers, which allocates
+//!    memory.
+//! 5. One of the spin locks: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's
+//!    lock, or the lock of a walker's buffer. Each is held for a few instructions, or while a thread works on one
+//!    table. The holder waits for nothing, not even for another lock of this list ([`crate::table`],
+//!    [`crate::sync::spin`]). There is one exception: a thread that holds the lock of shadow pages may take a table's
+//!    lock in the tree of the same address space.
 //!
-//! The first four are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a
-//! slot change that starts dirty logging holds lock 3 when it takes the lock `turn` of the new log, which no other
-//! thread can find yet.
+//! Locks 1 to 4 are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a slot
+//! change that starts dirty logging takes lock 2 of the new log while it holds lock 3. No other thread can find the new
+//! log yet.
 //!
-//! A thread waits for a flush or an invalidation only from outside every reader section
-//! ([`crate::sync::quiesce`]).
+//! A thread waits for a flush or an invalidation only from outside every reader section ([`crate::sync::quiesce`]).
 
 mod age;
 mod attributes;
@@ -93,21 +94,21 @@ use crate::table::{Flushes, Root, TableFrames};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Config {
-    /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). 0 counts as
-    /// 1; the maximum is 65536.
+    /// The number of address spaces, each with its own memslots and tables (x86 uses a second address space for SMM). 0
+    /// counts as 1; the maximum is 65536.
     pub spaces: usize,
     /// The width of the machine's physical addresses in bits (MAXPHYADDR), from 32 to 56. If the format's MMIO entries
     /// need a reserved address bit that the machine does not have, MMIO is not cached.
     pub physical_bits: u32,
-    /// The mechanisms that the VM uses.
+    /// The policies of the VM: the mechanisms that it uses.
     pub policy: Policy,
     /// The MMU that makes the VM's tables.
     pub mmu: MmuKind,
     /// Whether the VM shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging).
     /// [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) then translates addresses by these tables. Supported
-    /// nested tables of x86's formats: EPT, NPT and x86's own. [`MmuKind::Shadow`] shadows tables in any case. If the
-    /// guest makes no such tables, this costs a few KiB per VM with [`MmuKind::Tdp`], and 4 KiB for each shadow page
-    /// with [`MmuKind::Direct`].
+    /// nested tables of x86's formats: EPT, NPT and x86's own. [`MmuKind::Shadow`] shadows nested tables even if this
+    /// is `false`. If the guest makes no nested tables, `nested` costs a few KiB per VM with [`MmuKind::Tdp`], and 4
+    /// KiB for each shadow page with [`MmuKind::Direct`].
     pub nested: bool,
 }
 
@@ -145,44 +146,44 @@ impl Config {
         Config { mmu, ..self }
     }
 
-    /// Returns the configuration with nested tables shadowed, or not.
+    /// Returns the configuration with [`Self::nested`] set to `nested`.
     #[must_use]
     pub fn with_nested(self, nested: bool) -> Self {
         Config { nested, ..self }
     }
 }
 
-/// The widths of physical addresses that the architectures have: from x86 without PAE to RISC-V.
+/// The widths of physical addresses in bits that architectures have: from x86 without PAE to RISC-V.
 const PHYSICAL_BITS: RangeInclusive<u32> = 32..=56;
 
 /// The reason why a VM was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CreateVmError {
-    /// The format has no such MMU.
+    /// There is no MMU of the requested kind for tables of this format.
     NoSuchMmu {
         /// The requested MMU.
         mmu: MmuKind,
         /// The name of the format.
         format: &'static str,
     },
-    /// The platform's pages are not as large as those of the format ([`Platform::granule`]).
+    /// The platform's pages do not have the size of the format's pages ([`Platform::granule`]).
     OtherGranule {
         /// The granule of the platform.
         platform: Granule,
         /// The granule of the format.
         format: Granule,
     },
-    /// Tables of the format cannot shadow nested ones.
+    /// Tables of the format cannot shadow nested tables.
     NoNested {
         /// The name of the format.
         format: &'static str,
     },
     /// No machine has physical addresses with this number of bits ([`Config::physical_bits`]).
     NoSuchWidth(u32),
-    /// This number of address spaces is more than a dirty ring can distinguish: 65536.
+    /// The number of address spaces is above 65536: a ring entry could not distinguish them.
     TooManySpaces(usize),
-    /// No frame for a root table, or no heap memory.
+    /// There was no frame for a root table, or no heap memory.
     OutOfMemory,
 }
 
@@ -247,7 +248,8 @@ impl core::error::Error for CreateVmError {}
 ///
 /// All methods take `&self` and may be called from any thread. [`Vm::create_vcpu`] creates vCPUs.
 ///
-/// Dropping a VM frees its tables without a flush: no CPU may still be able to walk them ([`Platform`], "Safety").
+/// Dropping a VM frees its tables without a flush. So no CPU may be able to walk them any more ([`Platform`],
+/// "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
@@ -260,35 +262,35 @@ pub struct Vm<P: Platform, F: Format> {
     mmu: MmuKind,
     nested: bool,
     log_mode: LogMode,
-    /// The rings of all vCPUs. The lock serializes resets.
+    /// The dirty rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
-    /// The readers of the logs besides the client.
+    /// The readers of the dirty logs, besides the client.
     log_readers: FairLock<log_reader::ReaderList>,
     /// The position at which the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// Whether MMIO entries of the format work on this machine.
     mmio_entries: bool,
-    /// Declared last, so that it is dropped last: reader sections refer to it.
+    /// Declared last, so that it is dropped last, after everything that readers use.
     pub(crate) readers: Readers,
 }
 
-/// The method by which slots log dirty pages.
+/// Settings of the VM's dirty logs.
 #[derive(Default)]
 struct LogMode {
-    /// Whether getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).
+    /// Whether getting a log leaves its pages unprotected ([`Vm::set_manual_dirty_log`]).
     manual: AtomicBool,
     /// Whether new dirty logs have every page marked at first (KVM_DIRTY_LOG_INITIALLY_SET).
     initially_set: AtomicBool,
     /// Whether new logs write to rings and have no bitmap ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
-    /// Whether there are readers of the logs besides the client ([`Vm::log_reader`]). Then all logs have a bitmap, and
-    /// slots log without the client's flag, too.
+    /// Whether there are readers of the logs besides the client ([`Vm::log_reader`]). If so, all logs have a bitmap,
+    /// and slots without the flag [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags) also log.
     readers: AtomicBool,
     /// Whether a log of the kind [`LogKind::Buffers`] has ever existed. If so, software CPUs fill their buffers.
     buffers: AtomicBool,
 }
 
-/// One address space: its slots, and the tables that translate its guest addresses.
+/// One address space of a VM: its slots, and its MMU.
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
     /// Usable only by callers in a reader section.
@@ -315,17 +317,17 @@ impl<P: Platform, F: Format> Space<P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a VM without memslots and vCPUs, by [`Vm::unshared`], in an [`Arc`]. Allocating the [`Arc`] aborts if
-    /// there is no heap memory for this struct.
+    /// Makes a VM without memslots and vCPUs, in an [`Arc`]. If there is no heap memory for the [`Arc`], the program
+    /// aborts; to avoid this, use [`Vm::unshared`].
     ///
     /// # Errors
-    /// Those of [`Vm::unshared`].
+    /// The errors of [`Vm::unshared`].
     pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, CreateVmError> {
         Self::unshared(platform, config).map(Arc::new)
     }
 
-    /// Makes a VM without memslots and vCPUs. The caller puts it in an [`Arc`]. A caller that cannot let this
-    /// allocation abort allocates the memory first (`Arc::new_uninit`).
+    /// Makes a VM without memslots and vCPUs. The caller puts it in an [`Arc`], and can allocate the memory for it in
+    /// advance in a way that does not abort.
     ///
     /// # Errors
     /// [`CreateVmError`].
@@ -339,7 +341,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if config.nested && !mmu.nests::<F>() {
             return Err(CreateVmError::NoNested { format });
         }
-        // The engine's accesses to frames are sound only if frames are as large as the engine assumes.
+        // Check before any frame is accessed: the accesses are sound only if frames have the size that the format
+        // assumes.
         if platform.granule() != F::GRANULE {
             return Err(CreateVmError::OtherGranule {
                 platform: platform.granule(),
@@ -399,13 +402,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         &self.platform
     }
 
-    /// Returns how the VM's tables are made.
+    /// Returns the kind of MMU that makes the VM's tables.
     pub fn mmu(&self) -> MmuKind {
         self.mmu
     }
 
-    /// Returns whether the VM shadows tables of the guest. With [`MmuKind::Shadow`] it shadows all of them, else only
-    /// those of nested paging ([`Config::nested`]).
+    /// Returns whether the VM shadows tables of the guest. With [`MmuKind::Shadow`] it shadows all of the guest's
+    /// tables, otherwise only nested tables ([`Config::nested`]).
     pub fn shadows_nested(&self) -> bool {
         can_shadow::<F>() && (self.nested || self.mmu == MmuKind::Shadow)
     }
@@ -415,21 +418,21 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.policy.get()
     }
 
-    /// Returns the frame of the root table of address space `space`, for nCR3, [`EPTP`](crate::Ept::eptp),
-    /// [`VTTBR_EL2`](crate::format::Stage2::vttbr) or [`hgatp`](crate::format::GStage::hgatp). It never changes.
-    /// `None`: there is no such address space.
+    /// Returns the frame of the root table of address space `space`, for the register or field from which a walk
+    /// starts: nCR3, [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
+    /// [`hgatp`](crate::format::GStage::hgatp). The frame never changes. `None`: there is no such address space.
     pub fn root(&self, space: usize) -> Option<Pfn> {
         Some(self.spaces.get(space)?.root().frame())
     }
 
-    /// Returns the sum of all counters. While CPUs run, an event that is counted in several counters may be included in
-    /// only some of them.
+    /// Returns the sum of all counters. While vCPUs run, an event that raises several counters may be included in only
+    /// some of them.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
         for reader in self.readers.iter() {
             sum.add(&reader.counters.snapshot());
         }
-        // The slots count their changes; readers do not.
+        // Slot changes are counted by the slots, not by readers.
         sum.slot_changes = self.spaces.iter().map(|space| space.slots.changes()).sum();
         sum
     }
@@ -443,8 +446,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub(crate) fn section(&self) -> Section<'_> {
         let mut round = 0;
         let inside = loop {
-            // One reader was made with the VM, and only operations borrow it. So if there is no memory for another
-            // reader, this thread waits until an operation releases that reader.
+            // `None`: all readers are in use, and there is no memory for another. Wait until an operation releases a
+            // reader: one was made with the VM for operations alone.
             match self.readers.enter() {
                 Ok(inside) => break inside,
                 Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
@@ -461,12 +464,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// A reader section of an operation. Dropping it ends the section and gives the reader back.
+/// A reader section of an operation. Dropping it ends the section and releases the reader.
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
     noted: Noted,
     inside: Inside<'a>,
-    /// The number of entries that the section may still read.
+    /// The number of page-table entries that the operation may still read in this section.
     budget: u32,
 }
 
@@ -475,18 +478,18 @@ impl<'a> Section<'a> {
         &self.inside.reader().counters
     }
 
-    /// Returns the proof that this is a reader section.
+    /// Returns a token that proves that the caller is in a reader section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
         self.inside.inside()
     }
 
-    /// Like [`Self::inside`], but also returns the number of entries that may still be read in the section.
+    /// Like [`Self::inside`], but also returns the number of page-table entries that may still be read in the section.
     pub(crate) fn inside_with_budget(&mut self) -> (InSection<'_>, &mut u32) {
         (self.inside.inside(), &mut self.budget)
     }
 
-    /// Ends the section, runs `wait`, and begins another section of the same reader.
+    /// Ends the section, runs `wait`, and begins another section with the same reader.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
         held::section_ends();
         let counters = self.counters();
@@ -504,7 +507,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// When dropped, records that a section has ended ([`held`]).
+/// For debug builds: when dropped, tells [`held`] that a section has ended.
 struct Noted;
 
 impl Drop for Noted {
@@ -513,7 +516,7 @@ impl Drop for Noted {
     }
 }
 
-/// The reader of a section that has ended. Dropping this returns the reader for reuse.
+/// The reader of a section that has ended. Dropping this releases the reader for reuse.
 pub(crate) struct Ended<'a>(Inside<'a>);
 
 impl<'a> Ended<'a> {

@@ -1,11 +1,11 @@
 //! Promotion replaces small leaves by huge leaves, where a huge leaf has become possible.
 //!
-//! A fault chooses the level of its leaf once. The table for small leaves stays even when the reason for small leaves
-//! has ended: the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE); frames that were partly private
-//! are all shared or all private again; slots have been merged; or the policy `huge_pages` was off. The guest takes no
-//! more faults there, so no fault can install a huge leaf. A host that wants huge pages back calls [`Vm::promote`] in
-//! the background. Each call replaces some tables, in the same way as the end of dirty logging replaces all tables of
-//! its slot ([`super::recover`]).
+//! A fault chooses the level of its leaf once. If it installs small leaves, their table stays even when the reason for
+//! small leaves has ended: for example, the host has since merged the memory to a huge page (Linux: khugepaged,
+//! MADV_COLLAPSE); frames that were partly private are all shared or all private again; slots have been merged; or the
+//! policy `huge_pages` was off. The guest does not fault on mapped pages any more, so no fault installs a huge leaf. A
+//! host that wants huge pages back calls [`Vm::promote`] in the background. Each call replaces some tables, in the same
+//! way as the end of dirty logging replaces all tables of its slot ([`super::recover`]).
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};
@@ -14,7 +14,7 @@ use crate::format::Format;
 use crate::mmu::MmuKind;
 use crate::platform::Platform;
 
-/// The position at which the next [`Vm::promote`] continues. The default is the beginning of guest memory.
+/// The position at which the next [`Vm::promote`] continues. The default is the begin of guest memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promotion {
     space: usize,
@@ -23,16 +23,16 @@ pub struct Promotion {
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Replaces tables by huge leaves, in place, where memslot, host page and policies allow a huge leaf. Asks the host
-    /// about at most `most` tables, beginning at the position `promotion`; wraps around at the end of guest memory.
-    /// Returns the number of leaves installed: if few, wait longer before the next call.
+    /// about at most `most` tables, beginning at the position `promotion`; after the end of guest memory it continues
+    /// at its begin. Returns the number of huge leaves installed. If there were few, wait longer before the next call.
     ///
-    /// Each page stays mapped to the same frame, so the guest takes no fault for it. The new leaf is the leaf that a
-    /// write fault would install, so all its pages look used ([`Vm::age`]) and, where dirty bits are kept, written. The
-    /// leaf also maps pages that no small leaf mapped, if the host has them.
+    /// Each page stays mapped to the same frame, so the guest takes no fault. The new leaf is the leaf that a write
+    /// fault would install, so all its pages count as used ([`Vm::age`]), and, if the leaf has a dirty bit, as written.
+    /// The leaf also maps pages that no small leaf mapped.
     ///
-    /// Leaves out memslots that log, private memory, and tables that exist because of NX
+    /// Leaves out memslots that log, private memory, and tables that exist only because of `nx_huge_pages`
     /// ([`Vm::recover_nx_huge_pages`]). With [`MmuKind::Direct`], zaps the tables instead, and the next fault installs
-    /// the leaf. With [`MmuKind::Shadow`], does nothing: there the guest's own tables decide the size of a leaf.
+    /// the leaf. With [`MmuKind::Shadow`], does nothing, because the guest's own tables decide the size of a leaf.
     ///
     /// Works in steps: a slot change, fault or flush waits for one step at most. The caller is in no reader section.
     ///
@@ -87,7 +87,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         leaves
     }
 
-    /// Returns the id of the first slot that does not log and has frames from `gfn` on, and its first such frame.
+    /// Finds the first slot that does not log and has a frame at or after `gfn`. Returns the slot's id, and its first
+    /// such frame.
     fn slot_without_log(&self, space: &Space<P, F>, gfn: Gfn) -> Option<(u32, Gfn)> {
         let section = self.section();
         let mut found = None;

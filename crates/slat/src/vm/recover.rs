@@ -1,27 +1,27 @@
 //! Replaces tables by huge leaves when dirty logging of a slot ends (KVM: `kvm_mmu_recover_huge_pages`), or when
 //! [`promote`](super::promote) finds that huge leaves are possible.
 //!
-//! While a slot logs, its memory is mapped by 4 KiB leaves. When logging ends, each table whose frames one huge leaf
-//! may map is replaced by that leaf. Each page stays mapped to the same frame throughout, so the guest takes no fault
-//! for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until the
-//! flush, and a fault waits that long ([`crate::table`], *Collapses*).
+//! While a slot logs, its memory is mapped by 4 KiB leaves. When logging ends, each table that one huge leaf can
+//! replace is replaced by that leaf. Each page stays mapped to the same frame throughout, so the guest takes no fault
+//! for it, neither during the change nor after it. On formats with break-before-make, the entry is invalid until the
+//! flush, and a vCPU that faults on it waits for that time ([`crate::table`], *Collapses*).
 //!
-//! The leaf is the one that a write fault would install: slot, host page, level and policies decide. No lock is held
-//! while the host is asked, so its result may be out of date. Like a fault, the operation reads the
-//! [`Sequence`](super::Sequence) first, and compares it under the lock of the table into which it installs: it
-//! installs no leaf for a page that an invalidation has zapped meanwhile. In that case the table is zapped, and the
-//! next fault asks the host again.
+//! The leaf is the leaf that a write fault would install: it depends on slot, host page, level and policies. No lock is
+//! held while the host is asked, so the host's reply may be out of date when it is used. Like a fault, the operation
+//! reads the [`Sequence`](super::Sequence) first, and compares it under the lock of the table into which it installs:
+//! it installs no leaf for a page that was invalidated since. In that case the table is zapped, and the next fault asks
+//! the host again.
 //!
-//! The leaf maps all pages that the table maps. It may map more, and starts accessed and dirty, as the first write
-//! would make it: no dirty bit is lost. When the table is freed, the platform is told the bits that walkers have set
-//! in the old leaves up to the flush ([`Platform::zapped`]).
+//! The leaf maps all pages that the table maps, and perhaps more. It starts accessed and dirty, as after a write, so no
+//! dirty bit is lost. When the table is freed, the platform is told the bits that walkers had set in the old leaves
+//! until the flush ([`Platform::zapped`]).
 //!
-//! A table that maps a shadowed table of the guest stays, because a fault installs no huge leaf there
-//! ([`crate::shadow`]).
+//! A table stays if it maps a guest table that is shadowed, because a fault would not install a huge leaf for such a
+//! region, either ([`crate::shadow`]).
 //!
-//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another fetch would make them again. NX
-//! recovery zaps them at its own pace ([`super::nx`]). The MMUs of shadow pages cannot replace a table by a leaf in
-//! place: there the table is zapped, as in KVM.
+//! Level 1 tables that exist only because of `nx_huge_pages` stay: a fetch has made them, and the next fetch would make
+//! them again. NX recovery zaps them ([`super::nx`]). The MMUs of shadow pages cannot replace a table by a leaf in
+//! place: they zap the table, as KVM does.
 
 use core::ops::Range;
 
@@ -40,9 +40,9 @@ use crate::table::{FrameCache, Next, Walk};
 struct Candidate {
     gfn: Gfn,
     level: Level,
-    /// The address that backs the first page.
+    /// The address that backs the first page that the table maps.
     backing: Hva,
-    /// The leaf, if the host has memory for one.
+    /// The leaf that can replace the table, if the host has mapped memory of this size.
     leaf: Option<Leaf>,
 }
 
@@ -63,18 +63,18 @@ impl Candidate {
 /// The number of tables that are replaced between two flushes, on formats that need a flush for each table.
 const SOME: usize = FrameCache::BATCH;
 
-/// The result of [`SlotOp::recover_some`].
+/// What a call of [`SlotOp::recover_some`] has done.
 pub(super) struct Recovered {
-    /// The page of the slot to continue with.
+    /// The page of the slot at which to continue.
     pub(super) next: u64,
-    /// The number of tables for which the host was asked.
+    /// The number of tables about which the host was asked.
     pub(super) tables: usize,
     /// The number of replaced tables; in an MMU of shadow pages, of zapped tables.
     pub(super) leaves: u64,
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Replaces the tables of the slot, whose dirty logging has ended, by the huge leaves that fit.
+    /// Replaces the tables of the slot, whose dirty logging has ended, by huge leaves where these are possible.
     pub(super) fn recover_huge_pages(&mut self) {
         let mut at = 0;
         while let Some(some) = self.recover_some(at, SOME) {
@@ -82,12 +82,12 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Makes one step of [`Self::recover_huge_pages`]: replaces up to `most` tables, beginning at page `at` of the
-    /// slot. A `most` below 2 counts as 2. `None`: the slot ends at or before that page, or the operation has to end
+    /// Makes one step of [`Self::recover_huge_pages`]: replaces up to `most` (at least 2) tables, beginning at page
+    /// `at` of the slot. `None`: the slot has no page `at`, or the slot was deleted or has another log
     /// ([`Self::slot`]).
     pub(super) fn recover_some(&mut self, at: u64, most: usize) -> Option<Recovered> {
         let (vm, space) = (self.vm, self.op.space);
-        // Read the sequence before the slot, its attributes, the host and the policies.
+        // Read the sequence first, before the slot, its attributes, the host's reply and the policies.
         let sequence = vm.in_progress.sequence();
         let tracking_begun = self.op.tracking_begun();
         let slot = self.slot()?;
@@ -97,8 +97,8 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
             return None;
         }
         let mut found = [Candidate::NONE; SOME];
-        // Two tables, of different levels, may begin at the same page. Only after both of them is there another page at
-        // which to continue.
+        // At least 2: two tables of different levels may begin at the same page, and only after both does the walk get
+        // to another page.
         let allowed = &mut found[..most.clamp(2, SOME)];
         let mut count = 0;
         let mut walk = Walk::new(base.add(at)..base.add(pages));
@@ -184,8 +184,9 @@ fn is_shared(private: &PrivateFrames, gfns: &Range<Gfn>) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, for the page that the host maps
-    /// now. `None`: the host's page is too small, or the first page is not resident.
+    /// Returns the huge leaf that can replace `table`, in a slot with the frames `gfns` and the limits `limits`. Asks
+    /// the host how it maps the first page now. `None`: the host's page is too small, or the first page is not
+    /// resident.
     fn huge_leaf(&self, gfns: &Range<Gfn>, limits: Limits, table: &Candidate) -> Option<Leaf> {
         let mut leaf = None;
         held::assert_none("to ask the host");

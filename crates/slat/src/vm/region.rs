@@ -1,33 +1,36 @@
-//! Changes memslots: publishes the new set, raises the sequence, zaps, flushes, returns. A fault that has found a slot
-//! in the old set cannot install its leaf any more, as with an invalidation ([`super::invalidate`]).
+//! Changes memslots: publishes the new slot set, raises the invalidation sequence, zaps leaves, flushes TLBs, and
+//! returns. As after an invalidation, a fault that has found a slot in the old set cannot install its leaf any more
+//! ([`super::invalidate`]).
 //!
-//! A call changes one slot or several ([`Vm::set_memory_regions`]). Every call becomes [`Edit`]s, which [`Vm::commit`]
-//! makes.
+//! A call changes one slot or several ([`Vm::set_memory_regions`]). Every call is converted to a list of [`Edit`]s,
+//! which [`Vm::commit`] makes.
 //!
 //! # Several slots at once
-//! A *part that stays* is a range of frames that both an old and a new slot contain. What must hold, and why:
+//! A *part that stays* is a range of frames that an old and a new slot have in common, and that the same pages back in
+//! both. These properties must hold:
 //!
 //! * *vCPUs see the memory map from before or from after the change.* All edits are made in the inactive set, and one
 //!   store publishes that set ([`crate::slots`]). The new set has a new generation, so no older MMIO entry is valid.
-//! * *A frame that stays is not zapped.* A frame keeps its leaf if an old and a new slot both contain it, backed by the
-//!   same page with the same limits ([`super::departure`]). The old leaf is the leaf that a fault would install now, or
-//!   has fewer rights. Every MMU keeps the leaf, because tables know no slots. Only a huge leaf that crosses an edge of
-//!   such a part must change: it is split in place ([`super::edge`]), with tables that were allocated before the
-//!   change. All other leaves of an old slot are zapped.
-//! * *An invalidation misses no leaf.* An invalidation that walks over the slots by backing address continues after the
-//!   last slot that it saw. The new slots have another position in that order, so the invalidation could miss a part
-//!   that stays. Therefore, after publishing the new set, the change zaps each part whose backing is being invalidated.
-//!   The publication and the begin of an invalidation are sequentially consistent: an invalidation that the change does
-//!   not find begins later, and sees the new set whole. Until the zap is done the slots count as leaving
-//!   ([`super::departure`]), and the invalidation waits for that.
-//! * *No write is lost.* A part may go from one log to another. When no reader uses the old set, nothing is marked in
-//!   the old log any more, and the marks of the part are copied. After that, a leaf may still be writable without a
-//!   mark: a harvest of the old log has taken the mark, and finds no slot whose page it could protect. So pages without
-//!   a mark are protected (with rings, all pages, because rings number pages by slot; with walkers' buffers, their
-//!   dirty bits are cleared). Meanwhile no thread harvests the new logs: their turns are locked before they are
-//!   published. Where dirty bits are the log, the bits stay in the leaves. A part that goes from one kind of log to
-//!   another is zapped, and its dirty bits are noted.
-//! * *Logs begin and end* for all pages of a part, as when one slot changes its flags.
+//! * *A frame that stays is not zapped.* A frame keeps its leaf if an old and a new slot both contain it, with the same
+//!   backing page and the same limits ([`super::departure`]). The old leaf is the leaf that a fault would install now,
+//!   or has fewer rights. Leaves do not refer to slots, so nothing in the tables need change. Only a huge leaf that
+//!   crosses an edge of such a part must change: it is split in place ([`super::edge`]), with tables that were
+//!   allocated before the change. All other leaves of an old slot are zapped.
+//! * *An invalidation misses no leaf.* An invalidation walks over the slots in the order of backing address, in steps,
+//!   and continues after the last slot that it saw. New slots may have other positions in this order, so the
+//!   invalidation could miss a part that stays. Therefore, after publishing the new set, the change zaps each part
+//!   whose backing is being invalidated. The publication and the begin of an invalidation are sequentially consistent:
+//!   if the change does not find an invalidation, that invalidation begins later and sees only the new set. Until the
+//!   zap is done, the old slots count as leaving ([`super::departure`]), and the invalidation waits for this.
+//! * *No write is lost.* The new slot of a part may have another log. When no reader uses the old set any more, no
+//!   thread marks pages in the old log, and the marks of the part are copied to the new log. After that, a leaf may
+//!   still be writable although its page is not marked: a harvest of the old log has removed the mark, and cannot
+//!   protect the page any more because the slot was replaced. So the change protects all pages without a mark (with
+//!   rings, all pages, because ring entries name pages by slot; with walkers' buffers, it clears their dirty bits).
+//!   Until then no thread harvests the new logs: their `turn` locks are taken before the logs are published. If dirty
+//!   bits are the log, they stay in the leaves. If the new log is of another kind, the part's leaves are zapped, and
+//!   their dirty bits are recorded.
+//! * *Logging begins or ends* for all pages of a part, as when one slot changes its flags.
 
 use alloc::vec::Vec;
 
@@ -45,13 +48,14 @@ use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
-    /// rules and errors. But size 0 is an error; [`Self::remove_memory_region`] deletes. When this returns no CPU uses
-    /// the old state.
+    /// rules and errors. But size 0 is an error: to delete a slot, use [`Self::remove_memory_region`]. When this
+    /// returns, no CPU uses a translation of the old state.
     ///
-    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call this while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without waiting for other slot changes.
+    /// [`RegionError`]; nothing was changed. For size 0, returns [`RegionError::Empty`] without waiting for other slot
+    /// changes.
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let checked = check(region, F::GRANULE)?;
@@ -59,8 +63,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let change = space.slots.change(self.turn_wait());
         let id = region.slot;
         if !plan(&change, checked, all_gfns::<F>().end.0)? {
-            // The call changes nothing. But another thread may have begun the slot's log without having protected all
-            // of its pages yet.
+            // The slot already is as requested. But the thread that started the slot's log may not have protected all
+            // its pages yet: wait for it.
             self.wait_for_begin(change, id);
             return Ok(());
         }
@@ -71,14 +75,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Deletes memslot `slot` of address space `space`, and its dirty log: KVM_SET_USER_MEMORY_REGION with size 0. When
-    /// this returns no CPU uses the slot's memory, and the host may reclaim it. A fault that is in
-    /// [`resolve`](crate::Platform::resolve) then does not install the page that `resolve` returns.
+    /// this returns no CPU uses the slot's memory, and the host may reclaim it. If a fault is in
+    /// [`resolve`](crate::Platform::resolve) at that time, it does not install the page that `resolve` returns.
     ///
-    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call this while the calling thread's vCPU is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
-    /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`];
-    /// nothing was changed.
+    /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`]; nothing was
+    /// changed.
     pub fn remove_memory_region(&self, space: usize, slot: u32) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let change = space.slots.change(self.turn_wait());
@@ -89,24 +93,24 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.commit(space, change, &mut [Edit { id, new }])
     }
 
-    /// Changes several memslots of address space `space` atomically: splits a slot, merges two, removes a piece from
-    /// the middle of one, moves some, swaps two. A vCPU sees the memory map from before or from after the change. A
-    /// frame that has memory before and after has memory throughout. Each change gives the final state of its slot; the
-    /// order of the changes does not matter.
+    /// Changes several memslots of address space `space` atomically: for example, splits a slot, merges two, removes a
+    /// piece from the middle of a slot, or swaps two slots. A vCPU sees either the memory map before the change or the
+    /// one after it. A frame that has memory both before and after has memory throughout. Each [`Change`] contains the
+    /// final state of its slot; the order of the changes does not matter.
     ///
-    /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (see
-    /// [`SlotFlags::READONLY`]): its leaf is not zapped, and the guest takes no fault for it. So removing 2 MiB from 4
-    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. Three
-    /// kinds of frames do not stay mapped: frames whose backing is being invalidated at the time; frames of slots with
-    /// private backing; and frames of a huge leaf at an edge that cannot be split. A huge leaf cannot be split if the
-    /// limit of shadow pages is reached, or if a fault has installed the leaf meanwhile.
+    /// A frame stays mapped if the same page backs it before and after, with the same rights (including
+    /// [`SlotFlags::READONLY`]) and memory type: its leaf is not zapped, and the guest takes no fault for it. So to
+    /// remove 2 MiB from a slot of 4 GiB costs only a zap of 2 MiB, and the splits of the huge leaves at the two edges.
+    /// Three kinds of frames do not stay mapped: frames whose backing is being invalidated at the time; frames of slots
+    /// with private backing; and frames of a huge leaf at an edge that cannot be split. (A huge leaf cannot be split if
+    /// the limit of shadow pages is reached, or if faults install it again during the change.)
     ///
-    /// A marked page that stays, and whose old and new slot both log, stays marked in the dirty log. A ring entry
-    /// pushed before the change has the page's number in its old slot. If another thread harvests a slot that this call
-    /// shrinks or deletes, that harvest still returns the bits that it has taken.
+    /// If a page stays, and its old and its new slot both log, its mark in the dirty log stays, too. Ring entries that
+    /// were pushed before the change name pages by the old slots. If another thread harvests the log of a slot during a
+    /// call that shrinks or deletes the slot, that harvest still returns the marks that it has removed.
     ///
-    /// When this returns no CPU uses the old state. Do not call it for a vCPU between [`crate::Vcpu::enter`] and
-    /// [`crate::Vcpu::leave`].
+    /// When this returns, no CPU uses a translation of the old state. Do not call this while the calling thread's vCPU
+    /// is between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -119,7 +123,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// let mut vcpu = vm.create_vcpu()?;
     /// vcpu.hardware_fault(Gpa(0x20_0000), Access::Write)?;
     ///
-    /// // The page at 1 MiB becomes a device's.
+    /// // The page at 1 MiB now belongs to a device: no memslot contains it.
     /// let upper = Region::new(1, Gpa(0x10_1000), 0x2f_f000, backing.add_pages(0x101));
     /// let changes = [Change::Set(all.with_size(0x10_0000)), Change::Set(upper)];
     /// vm.set_memory_regions(0, &changes)?;
@@ -159,15 +163,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for this in changes {
             if let Change::Set(region) = this {
                 self.flush_slots_that_left(&region.gfns(F::GRANULE));
-                // As in [`Vm::set_memory_region`]: another thread may be starting the dirty logging of a slot that this
-                // call does not change.
+                // As in [`Vm::set_memory_region`]: this call need not change the slot, but another thread may not have
+                // protected all its pages yet.
                 self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
             }
         }
         Ok(())
     }
 
-    /// Makes `edits`, which are checked and not empty. Returns when no CPU uses the old state.
+    /// Makes `edits`, which were checked and are not empty. When this returns, no CPU uses a translation of the old
+    /// state.
     ///
     /// # Errors
     /// [`RegionError::OutOfMemory`]; nothing was changed.
@@ -223,10 +228,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         plan(&change, checked, all_gfns::<F>().end.0).map(|_| ())
     }
 
-    /// Call before publishing a set, with its lock held. An MMIO entry stores some bits of the generation of the slot
-    /// set. If these bits wrap around in the new set, zaps all MMIO entries, because old entries would become valid
-    /// again. Faults may install MMIO entries meanwhile. These contain the previous generation, which recurs only after
-    /// all others.
+    /// Call before publishing a set, with the slot writers' lock held. An MMIO entry stores only the low bits of the
+    /// slot set's generation. If these bits wrap around in the new set, zaps all MMIO entries, because old entries
+    /// would become valid again. Faults may install further MMIO entries during the call: these have the generation
+    /// before the wrap, whose low bits recur last.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
         let wraps = (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0;
         if F::MMIO_GENERATION_BITS > 0 && wraps {
@@ -237,8 +242,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Makes the slot that `region` describes. A slot that had a log and still logs keeps it, as in KVM, where a moved
-    /// slot keeps its bitmap: pages marked in it are still to be reported.
+    /// Makes the slot that `region` describes. If the existing slot has a log and the new slot logs, the new slot keeps
+    /// that log, whose marks the client has not got yet. (In KVM, too, a moved slot keeps its bitmap.)
     pub(super) fn slot(
         &self,
         region: &Region,
@@ -265,7 +270,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
         if is_new && (log.initially_set || has_readers) {
-            // Pages that the log of an existing slot covers are unmarked here: their marks are copied from that log.
+            // Unmark the pages for which an existing slot has a log: their marks will be copied from that log.
             change.set().in_gfns(&slot.gfns(), |old| {
                 if old.log().is_some() && old.backs_alike(&slot) {
                     log.unmark(&slot.gfns(), &slot.common(old));
@@ -278,8 +283,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the log of `old` if the slot that replaces it, with the same pages, keeps it. `is_clients`: the client
-    /// will read the log. If it did not before, what it will read begins with this call.
+    /// Returns the log of `old` if a slot with the same pages that replaces `old` can keep it. `is_clients` tells that
+    /// the client will read the log. If the client has not read it before, its bitmap begins with this call.
     fn kept_log(&self, old: &OwnedSlot, is_clients: bool) -> Option<Shared<DirtyLog>> {
         let log = old.share_log()?;
         let was_clients = old.flags().has(SlotFlags::LOG_DIRTY_PAGES);
@@ -299,8 +304,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Some(log)
     }
 
-    /// Makes `log` keep marks for all readers ([`super::log_reader`]). If the slot `moves`, or is new, all its pages
-    /// are pending for them.
+    /// Makes `log` keep marks for all readers ([`super::log_reader`]). If `moves`, the slot moves or is new, and all
+    /// its pages become pending for the readers.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -335,8 +340,8 @@ fn new_logs(
     Ok(all)
 }
 
-/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. Each part that an old and a new slot
-/// have in common makes one piece, and the parts are at most as many as the slots. Returns 0 if no slot gets another
+/// Returns an upper bound of the number of [`LogWork`]s that `edits` cause: one for each part that an old and a new
+/// slot have in common, and there are at most as many parts as old and new slots. Returns 0 if no slot gets another
 /// log.
 fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
     let other_log = |edit: &Edit| {

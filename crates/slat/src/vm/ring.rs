@@ -1,23 +1,24 @@
-//! The dirty ring of a vCPU: KVM_CAP_DIRTY_LOG_RING (Documentation/virt/kvm/api.rst, 8.29), in memory
-//! shared with the client.
+//! The dirty ring of a vCPU: KVM_CAP_DIRTY_LOG_RING (Documentation/virt/kvm/api.rst, 8.29), in memory shared with the
+//! client.
 //!
 //! The vCPU is the only producer: it writes slot and offset, advances the tail, and then publishes the ring entry by a
-//! `Release` store of the flag DIRTY. The client reads the ring entry after an `Acquire` load of the flag, and sets
-//! RESET when it has collected the page, also with `Release`. [`Vm::reset_dirty_rings`], which runs once at a time,
-//! removes entries with RESET from the head, clears their flags, and protects their pages again.
+//! `Release` store of the flag DIRTY. The client reads the ring entry after an `Acquire` load of the flag. When it has
+//! collected the page, it sets the flag RESET, also with `Release`. [`Vm::reset_dirty_rings`], which only one thread
+//! runs at a time, removes entries with RESET from the head of the ring, clears their flags, and write-protects their
+//! pages again.
 //!
-//! The client can write anything to a ring entry at any time. So a reset reads each field once and trusts none. The
-//! reset ends at the index that the tail had at its begin, whatever the flags contain by then. A ring entry that names
-//! no existing memslot or address space is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
+//! The client can write anything to a ring entry at any time. So a reset reads each field only once, and trusts no
+//! value. It ends at the index that the tail had when the reset began, whatever flags the client has set. A ring entry
+//! that names no existing memslot or address space is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
 //!
-//! A full ring loses nothing: a fault that would add a ring entry stops with [`crate::Stop::DirtyRingFull`] before it
-//! changes anything.
+//! No write is lost when a ring is full: a fault that would have to push a ring entry stops with
+//! [`crate::Stop::DirtyRingFull`] before it changes anything.
 //!
 //! # Ownership
-//! A [`DirtyRing`] owns its memory, or a share of it, so the memory lives as long as the vCPU or the VM has the ring.
-//! When a vCPU is dropped, or gets another ring, the VM drops the old ring. Before that, the VM protects the pages in
-//! the ring that were not reset, because no reset will: the next write to them, by any vCPU, is noted again. A client
-//! with a share of the memory may still collect these pages.
+//! A [`DirtyRing`] owns its memory, alone or together with others, so the memory exists as long as the vCPU or the VM
+//! has the ring. When a vCPU is dropped, or gets another ring, the VM drops the old ring. No reset will process the
+//! entries in this ring that are not reset. So the VM write-protects their pages first, and the next write to them, by
+//! any vCPU, is recorded again. A client that also owns the memory may still collect these entries.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::boxed::Box;
@@ -45,7 +46,8 @@ pub struct DirtyGfn {
 const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
-/// The memslot of a page in a ring entry: the address space from bit 16 on, the slot's id below.
+/// The memslot in a ring entry: the number of the address space in the bits from 16 on, the slot's id in the lower
+/// bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RingSlot(u32);
 
@@ -58,7 +60,7 @@ impl RingSlot {
         RingSlot((space as u32) << 16 | id)
     }
 
-    /// Returns the index of the address space. If it was read from a ring, that address space need not exist.
+    /// Returns the index of the address space. If this value was read from a ring, the address space need not exist.
     fn space(self) -> usize {
         (self.0 >> 16) as usize
     }
@@ -69,7 +71,7 @@ impl RingSlot {
 }
 
 impl DirtyGfn {
-    /// Makes a ring entry without a page: all zero.
+    /// Makes an empty ring entry, which is all zero.
     pub fn new() -> Self {
         DirtyGfn {
             flags: AtomicU32::new(0),
@@ -78,15 +80,16 @@ impl DirtyGfn {
         }
     }
 
-    /// Returns the page in the ring entry: address space (from bit 16 on) and slot id (below), and the page's number in
-    /// the slot. `None`: the entry contains no page, or a page that was already collected. For the client.
+    /// Returns the page in the ring entry, for the client: a number with the address space in the bits from 16 on and
+    /// the slot's id in the lower bits, and the page's number in the slot. `None`: the entry is empty, or its page was
+    /// already collected.
     pub fn page(&self) -> Option<(u32, u64)> {
         let dirty = self.flags.load(Acquire) == DIRTY;
         dirty.then(|| (self.slot.load(Relaxed), self.offset.load(Relaxed)))
     }
 
-    /// Like [`DirtyGfn::page`], but also marks the page as collected: the next reset protects it and frees the ring
-    /// entry.
+    /// Like [`DirtyGfn::page`], but also marks the page as collected: the next reset write-protects the page and frees
+    /// the ring entry.
     pub fn collect(&self) -> Option<(u32, u64)> {
         let page = self.page()?;
         self.flags.store(DIRTY | RESET, Release);
@@ -125,12 +128,12 @@ impl Default for DirtyGfn {
 pub struct DirtyRing {
     memory: Box<dyn AsRef<[DirtyGfn]> + Send + Sync>,
     len: u32,
-    /// The index of the first ring entry that was not reset yet. Only `reset` changes it, and one `reset` runs at a
+    /// The index of the first ring entry that was not reset yet. Only a reset changes it, and only one reset runs at a
     /// time.
     head: AtomicU32,
-    /// The index after the last ring entry. Only the vCPU changes it.
+    /// The index at which the next ring entry will be pushed. Only the vCPU changes it.
     tail: AtomicU32,
-    /// The tail at the begin of the current reset: the reset removes no ring entry at or after it.
+    /// The value of `tail` when the current reset began: the reset removes no ring entry at or after this index.
     reset_end: AtomicU32,
 }
 
@@ -138,9 +141,9 @@ pub struct DirtyRing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DirtyRingError {
-    /// The number of ring entries, which is no power of two, or not greater than [`DirtyRing::RESERVED`].
+    /// The number of ring entries is not a power of two, or not greater than [`DirtyRing::RESERVED`].
     BadSize(usize),
-    /// No heap memory.
+    /// There was no heap memory.
     OutOfMemory,
 }
 
@@ -166,11 +169,11 @@ impl fmt::Display for DirtyRingError {
 impl core::error::Error for DirtyRingError {}
 
 impl DirtyRing {
-    /// The number of ring entries beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
+    /// The number of ring entries that are kept in reserve above the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
     pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 
-    /// Makes a ring in `memory`, which the ring owns and whose entries are all zero. A client in the same address space
-    /// keeps a share of the memory (`Arc<[DirtyGfn]>`). A client in another address space maps the same pages.
+    /// Makes a ring in `memory`, whose entries are all zero. A client in the same process shares the ownership of the
+    /// memory (`Arc<[DirtyGfn]>`). A client in another process maps the same pages.
     ///
     /// # Errors
     /// [`DirtyRingError`].
@@ -197,8 +200,8 @@ impl DirtyRing {
         &entries[(index & (self.len - 1)) as usize]
     }
 
-    /// Returns whether the ring has reached its soft limit: then the client must collect and reset before the vCPU runs
-    /// again.
+    /// Returns whether the ring has reached its soft limit: then the client must collect ring entries and reset the
+    /// ring before the vCPU runs again.
     pub fn is_soft_full(&self) -> bool {
         let used = self
             .tail
@@ -207,13 +210,15 @@ impl DirtyRing {
         used >= self.len - Self::RESERVED
     }
 
-    /// Adds page `offset` of `slot`. Call from the ring's vCPU only. Returns the event to report to the platform.
+    /// Pushes an entry for page `offset` of `slot`. Call from the ring's vCPU only. Returns the event to report to the
+    /// platform.
     pub(crate) fn push(&self, slot: RingSlot, offset: u64) -> Event {
         let tail = self.tail.load(Relaxed);
         let entry = self.entry(tail);
         entry.slot.store(slot.0, Relaxed);
         entry.offset.store(offset, Relaxed);
-        // Store the tail before the flag: a reset must find every ring entry that the client has collected.
+        // Store the tail before the flag: otherwise the client could collect a ring entry that a reset does not find
+        // yet.
         self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
         Event::DirtyRingPush {
@@ -224,21 +229,21 @@ impl DirtyRing {
         }
     }
 
-    /// Begins a reset, which removes only entries that are in the ring now.
+    /// Begins a reset: notes the tail, so that the reset removes only entries that are in the ring now.
     pub(crate) fn begin_reset(&self) {
         self.reset_end.store(self.tail.load(Relaxed), Relaxed);
     }
 
-    /// Removes the ring entry at the head and returns its slot and page, if the client has collected it and `takes` is
-    /// true for its slot.
+    /// Removes the ring entry at the head and returns its slot and page, if the client has collected it and `takes`
+    /// returns `true` for its slot. Otherwise returns `None`.
     pub(crate) fn pop_reset(&self, takes: impl Fn(RingSlot) -> bool) -> Option<(RingSlot, u64)> {
         let head = self.head.load(Relaxed);
         if head == self.reset_end.load(Relaxed) {
             return None;
         }
         let entry = self.entry(head);
-        // Load the flag first, with `Acquire`: then the stores that the other side made before it set the flag are
-        // visible.
+        // Load the flag first, with `Acquire`: then the stores that the client or the vCPU made before it set the flag
+        // are visible.
         if entry.flags.load(Acquire) & RESET == 0 {
             return None;
         }
@@ -252,13 +257,13 @@ impl DirtyRing {
         Some(dirty)
     }
 
-    /// Removes collected ring entries from the head, up to the first entry for whose slot `takes` is false.
+    /// Removes collected ring entries from the head, up to the first entry for whose slot `takes` returns `false`.
     fn reset(&self, takes: impl Fn(RingSlot) -> bool) -> impl Iterator<Item = (RingSlot, u64)> {
         iter::from_fn(move || self.pop_reset(&takes))
     }
 
     /// Iterates over the ring entries of address space `space` that were not reset, collected or not. Changes nothing.
-    /// Call when the ring's vCPU does not push any more.
+    /// Call when the ring's vCPU does not push entries any more.
     fn unreset(&self, space: usize) -> impl Iterator<Item = (RingSlot, u64)> {
         let (head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let entries = (0..tail.wrapping_sub(head)).map(move |i| self.entry(head.wrapping_add(i)));
@@ -273,16 +278,16 @@ impl DirtyRing {
     }
 }
 
-/// A batch of pages of `slot` for one walk to protect.
+/// Pages of `slot` near each other, which one walk protects.
 struct ProtectBatch {
     slot: RingSlot,
     first: u64,
-    /// Bit n: page `first` + n.
+    /// Bit n is set if page `first` + n is in the batch.
     mask: u64,
 }
 
 impl ProtectBatch {
-    /// Adds `page` of `slot` if the mask has a bit for the page. Returns whether it did.
+    /// Adds `page` of `slot` to the batch if `mask` has a bit for it. Returns whether the page was added.
     fn add(&mut self, slot: RingSlot, page: u64) -> bool {
         let distance = page.wrapping_sub(self.first);
         let fits = slot == self.slot && distance < 64;
@@ -294,22 +299,23 @@ impl ProtectBatch {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes all logs that begin from now on write to the vCPUs' rings instead of a bitmap. The client sets the rings
-    /// by [`crate::Vcpu::set_dirty_ring`]. Call before creating slots.
+    /// Makes all logs that begin from now on write to the vCPUs' rings instead of a bitmap. The client gives each vCPU
+    /// its ring by [`crate::Vcpu::set_dirty_ring`]. Call this before creating slots.
     pub fn use_dirty_rings(&self) {
         self.log_mode.rings.store(true, SeqCst);
     }
 
-    /// Removes all collected ring entries from all rings, and protects their pages, so that the next write to these is
-    /// noted: KVM_RESET_DIRTY_RINGS. Returns the number of ring entries removed.
+    /// Removes all collected ring entries from all rings, and write-protects their pages, so that the next write to
+    /// each is recorded: KVM_RESET_DIRTY_RINGS. Returns the number of ring entries removed.
     pub fn reset_dirty_rings(&self) -> u64 {
         let rings = self.rings.lock(self.turn_wait());
         rings.iter().for_each(|ring| ring.begin_reset());
         let spaces = self.spaces.len();
         let mut total = 0;
         loop {
-            // `ring.reset` stops at an entry of another address space. So repeat until no ring has a collected entry.
-            // Entries that name no existing address space are removed with those of the first address space.
+            // For each address space in turn: `ring.reset` stops at an entry of another address space. So repeat the
+            // rounds until no ring has a collected entry. Entries that name no existing address space are removed in
+            // the turn of the first address space.
             let reset: u64 = (0..spaces)
                 .map(|space| {
                     let takes = |slot: RingSlot| {
@@ -331,13 +337,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Protects `pages` of address space `index`, given by slot and number in the slot, so that the next write to them
-    /// is noted. Returns the number of pages, including pages of slots that do not exist.
+    /// Write-protects `pages` of address space `index`, each given by its slot and its number in the slot, so that the
+    /// next write to each is recorded. Returns the number of pages, including pages of slots that do not exist.
     fn protect_again(&self, index: usize, pages: impl Iterator<Item = (RingSlot, u64)>) -> u64 {
         let space = &self.spaces[index];
         let mut op = RangeOp::begin(self, space);
         let mut count = 0;
-        // Consecutive ring entries are often for pages near each other: one walk protects them.
+        // Consecutive ring entries often name pages near each other: collect these in a batch, which one walk protects.
         let mut batch: Option<ProtectBatch> = None;
         for (slot, page) in pages {
             count += 1;
@@ -359,8 +365,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if let Some(last) = batch {
             self.protect_batch(&mut op, index, &last);
         }
-        // Flush even if a page has no leaf: it may still be written by a translation that another thread has zapped and
-        // not flushed yet.
+        // Flush even if a page has no leaf: the guest may still write to it through a translation that another thread
+        // has zapped and not flushed yet.
         if count > 0 {
             op.covers(&all_gfns::<F>());
             op.finish();
@@ -368,15 +374,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         count
     }
 
-    /// Protects the pages of `batch` in address space `index`, on which `op` works, with the slot writers' lock held.
-    /// Ignores pages of another address space, and pages that are not in the slot, because it was deleted, or created
-    /// again with fewer pages.
+    /// Write-protects the pages of `batch`. `op` is an operation on address space `index`, and the slot writers' lock
+    /// is held. Ignores pages of another address space, and pages that are not in their slot, because the slot was
+    /// deleted, or created again with fewer pages.
     fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, index: usize, batch: &ProtectBatch) {
         if batch.slot.space() != index {
             return;
         }
         let change = op.outside(|| op.space.slots.change(self.turn_wait()));
-        // Do not trust `first`: the client can write any number to the ring.
+        // Check `first`: the client can write any number to the ring.
         let in_slot = |slot: &&OwnedSlot| batch.first < slot.pages();
         let Some(slot) = change.by_id(batch.slot.id()).filter(in_slot) else {
             return;
@@ -390,7 +396,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         });
     }
 
-    /// Adds the ring of a vCPU, for resets.
+    /// Adds the ring of a vCPU to the list of rings, so that resets process it.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -401,8 +407,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Removes the ring of a vCPU, and protects the pages in it that were not reset; flushes if there are any. Call
-    /// when the vCPU does not push to the ring any more.
+    /// Removes the ring of a vCPU from the list of rings. Write-protects the pages of its entries that are not reset,
+    /// and flushes if there are any. Call when the vCPU does not push to the ring any more.
     pub(crate) fn remove_ring(&self, ring: &Arc<DirtyRing>) {
         let mut rings = self.rings.lock(self.turn_wait());
         if let Some(i) = rings.iter().position(|other| Arc::ptr_eq(other, ring)) {
@@ -426,7 +432,7 @@ mod tests {
         DirtyRing::new(entries).unwrap()
     }
 
-    /// Removes an entry of address space `space`, as a reset does, and protects no page.
+    /// Removes an entry of address space `space` like a reset, but protects no page.
     fn pop_reset(ring: &DirtyRing, space: usize) -> Option<(u32, u64)> {
         ring.begin_reset();
         let popped = ring.pop_reset(|slot| slot.space() == space);
@@ -456,8 +462,7 @@ mod tests {
         assert_eq!(pop_reset(&ring, 0), None);
     }
 
-    /// A client that sets RESET in entries that were not pushed, or as fast as they are pushed, cannot keep a reset
-    /// from ending.
+    /// A reset ends even if the client sets RESET in entries that were not pushed, or as fast as entries are pushed.
     #[test]
     fn a_reset_ends_where_the_tail_was_when_it_began() {
         let ring = ring();

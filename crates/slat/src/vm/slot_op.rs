@@ -1,9 +1,9 @@
 //! Long operations on one memslot, in steps.
 //!
 //! A step holds the slot writers' lock of the address space, so that the slot does not change during the step. Slot
-//! changes run between two steps, and so wait for at most one step. Such a change may move or delete the slot, or give
-//! it another log. So each step looks up the slot again, and the operation ends early if the slot has another log than
-//! at the operation's begin.
+//! changes run between two steps, and so wait for at most one step. They may move or delete the slot, or give it
+//! another log. So each step looks up the slot again, and the operation ends early if the slot was deleted or has
+//! another log than when the operation began.
 
 use core::ops::Range;
 
@@ -18,8 +18,8 @@ use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
 use crate::table::{FrameCache, Walk};
 
-/// An operation on the slot `id` of an address space, as long as the slot logs to `log`, or, if `log` is `None`, does
-/// not log. Pages are numbered from the start of the slot.
+/// An operation on slot `id` of an address space. It continues as long as the slot logs to `log`, or, if `log` is
+/// `None`, does not log. Pages are numbered from the start of the slot.
 pub(super) struct SlotOp<'a, P: Platform, F: Format> {
     pub(super) vm: &'a Vm<P, F>,
     pub(super) op: RangeOp<'a, P, F>,
@@ -30,8 +30,8 @@ pub(super) struct SlotOp<'a, P: Platform, F: Format> {
 }
 
 impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
-    /// Begins an operation on slot `id`, which logs to `log`, and the operation's first step. `change` holds the slot
-    /// writers' lock of `space`.
+    /// Begins an operation on slot `id`, which logs to `log` (`None`: does not log), and the operation's first step.
+    /// `change` holds the slot writers' lock of `space`.
     pub(super) fn begin(
         vm: &'a Vm<P, F>,
         space: &'a Space<P, F>,
@@ -52,7 +52,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         self.op.counters()
     }
 
-    /// Returns the slot as it is in this step. `None`: the slot was deleted or has another log, so the operation ends.
+    /// Returns the slot as it is in this step. `None`: the slot was deleted or has another log, so the operation must
+    /// end.
     pub(super) fn slot(&self) -> Option<&Memslot> {
         slot_that_logs(self.change.as_ref()?, self.id, self.log.as_deref())
     }
@@ -67,16 +68,16 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         result
     }
 
-    /// Counts a read of something other than a page-table entry, like a word of the bitmap. Begins another step when
-    /// the budget of this step is used up.
+    /// Counts a read other than that of a page-table entry, for example of a bitmap word. Begins another step when the
+    /// budget of this step is used up.
     pub(super) fn look(&mut self) {
         if !self.op.look() {
             self.pass_by(|| ());
         }
     }
 
-    /// Walks over `pages` by `work`, in as many steps as needed. Ends early when the slot was deleted or has another
-    /// log.
+    /// Calls `work` to walk over the pages `pages` of the slot, in as many steps as needed. Ends early if the slot was
+    /// deleted or has another log.
     pub(super) fn walk(
         &mut self,
         pages: Range<u64>,
@@ -103,7 +104,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Makes the slot's log note the next write to the pages of `pages` for which `is_named` is true.
+    /// Makes the slot's log record the next write to the pages of `pages` for which `is_named` returns `true`.
     pub(super) fn protect(&mut self, pages: Range<u64>, is_named: impl Fn(u64) -> bool) {
         self.walk(pages, |step, slot, walk| {
             let base = slot.base();
@@ -111,8 +112,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         });
     }
 
-    /// Like [`Self::protect`], but for all `pages`. Protects them from above if the policy `hierarchical_protect` is
-    /// on.
+    /// Like [`Self::protect`], but for all `pages`. Uses [`Step::protect_from_above`] if the policy
+    /// `hierarchical_protect` is on.
     pub(super) fn protect_all(&mut self, pages: Range<u64>) {
         match self.vm.policy.hierarchical_protect().is_on() {
             true => self.walk(pages, |step, slot, walk| {
@@ -122,13 +123,14 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Reverts the protection of `pages` from above by [`Self::protect_all`]. For a slot that has ended logging.
+    /// Removes the write protection that [`Self::protect_all`] has put on entries that refer to tables of `pages`. For
+    /// a slot that has ended logging.
     pub(super) fn lift_protection(&mut self, pages: Range<u64>) {
         self.walk(pages, |step, _, walk| step.lift_protection(walk));
     }
 
-    /// Splits the huge leaves of `pages`, chunk by chunk, as long as there is memory for tables. A leaf that stays huge
-    /// is split by the first write to it.
+    /// Splits the huge leaves of `pages`, in chunks (policy `eager_page_split_chunk`), as long as there is memory for
+    /// tables. A leaf that is not split now is split by the first write to it.
     pub(super) fn split_eagerly(&mut self, pages: Range<u64>) {
         let policy = &self.vm.policy;
         if !policy.eager_page_split().is_on() {
@@ -148,7 +150,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
                 break;
             }
             self.op.covers(&(start..end));
-            // With fewer frames than a batch, this splits as many leaves as there are frames for.
+            // If there is memory for fewer frames than a batch, split as many leaves as there are frames for.
             let filled = self.op.prepare(&mut frames, FrameCache::BATCH);
             if filled.is_err() && frames.is_empty() {
                 break;
@@ -166,7 +168,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     }
 
     /// Releases the slot writers' lock, then ends the operation like [`RangeOp::finish`]: slot changes need not wait
-    /// for the flush. When this returns, no CPU uses leaves of the old frames either, if the slot was moved meanwhile.
+    /// for the flush. If the slot was moved during the operation, this also waits until no CPU uses leaves of its old
+    /// frames.
     pub(super) fn finish(self) {
         drop(self.change);
         if let Some(gfns) = self.vm.flushes.due_of_leaving_slots() {
@@ -181,7 +184,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     }
 }
 
-/// Returns the slot `id`, if it logs to `log`, or, if `log` is `None`, does not log.
+/// Returns slot `id` if it logs to `log`; if `log` is `None`, returns the slot if it does not log.
 fn slot_that_logs<'c>(
     change: &'c SlotsChange<'_>,
     id: u32,

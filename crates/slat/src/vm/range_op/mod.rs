@@ -1,6 +1,6 @@
-//! The parts that every operation on a range of guest frames has: steps, each in a reader section of its own; the
-//! ticket for its flush ([`crate::table::Flushes`]); the flush; and the tables to free after the flush. [`ops`] has the
-//! changes that an operation makes to entries.
+//! The parts that operations on ranges of guest frames have in common: steps, each in its own reader section; a ticket
+//! for the flush ([`crate::table::Flushes`]); the flush; and the tables to free after the flush. The changes that an
+//! operation makes to entries are in [`ops`].
 
 mod ops;
 
@@ -25,8 +25,8 @@ use crate::trace::Event;
 
 pub(crate) use ops::{Collapsing, Step};
 
-/// A range operation. Name the frames that it covers ([`covers`](Self::covers)), walk in steps, then call
-/// [`finish`](Self::finish).
+/// An operation on ranges of guest frames. The user names the frames by [`covers`](Self::covers), walks over them in
+/// steps, and then calls [`finish`](Self::finish), which flushes.
 #[must_use = "call `finish`, which flushes"]
 pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
@@ -36,15 +36,16 @@ pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
     unflushed: Unflushed,
 }
 
-/// The changes of an operation that are not flushed yet.
+/// Counts of an operation's changes that are not flushed yet, and the tables to free after the flush.
 pub(crate) struct Unflushed {
     /// The number of leaves zapped one by one, by level.
     pub(crate) zapped: LeafCounts,
     /// Tables that were detached as a whole. Their leaves are counted when the tables are freed.
     pub(crate) detached: Detached,
-    /// The number of leaves, by level, that have lost a right or a dirty bit that a TLB may still cache.
+    /// The number of leaves, by level, that have lost a right or their dirty bit, so that a TLB may cache an older
+    /// state.
     pub(crate) changed: LeafCounts,
-    /// The number of write-protected entries that refer to a table.
+    /// The number of entries that refer to a table and that the operation has write-protected.
     protected: u64,
     /// The number of tables replaced by a leaf, by the level of the leaf.
     collapsed: LeafCounts,
@@ -67,7 +68,7 @@ impl Unflushed {
         leaves && self.protected == 0 && self.detached.is_empty()
     }
 
-    /// Returns which of these changes walkers may have cached.
+    /// Returns which kinds of cached entries the flush of these changes must invalidate.
     fn stale<F: Format>(&self) -> Stale {
         let has_leaves = |level: &Level| {
             let index = level.0 as usize - 1;
@@ -86,7 +87,7 @@ impl Unflushed {
 }
 
 impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
-    /// Begins an operation that covers no frames yet. The caller is in no reader section.
+    /// Begins an operation, which covers no frames yet. The caller is in no reader section.
     #[inline]
     pub(crate) fn begin(vm: &'a Vm<P, F>, space: &'a Space<P, F>) -> Self {
         RangeOp {
@@ -105,8 +106,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         op
     }
 
-    /// Adds `gfns` to the frames that the operation covers and will flush. Call before the operation reads an entry
-    /// there.
+    /// Adds `gfns` to the frames that the operation covers and will flush. Call before the operation reads a page-table
+    /// entry for these frames.
     pub(super) fn covers(&self, gfns: &Range<Gfn>) {
         let gfns = gfns.start..gfns.end.min(all_gfns::<F>().end);
         if !gfns.is_empty() {
@@ -114,7 +115,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Declares that the operation zaps leaves of a slot that is being deleted or moved.
+    /// Declares that the operation zaps leaves of a slot that is being deleted or moved
+    /// ([`Flushes`](crate::table::Flushes)).
     pub(super) fn of_leaving_slot(&self) {
         self.ticket.of_leaving_slot();
     }
@@ -123,34 +125,35 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.section.counters()
     }
 
-    /// Begins a step. Returns the step, and the number of entries that it may still read in its reader section.
+    /// Begins a step. Returns the step, and the number of page-table entries that may still be read in this reader
+    /// section.
     fn step(&mut self) -> (Step<'_, Mmu<P, F>>, &mut u32) {
         let (section, budget) = self.section.inside_with_budget();
         let step = Step::new(&self.space.mmu, &mut self.unflushed, section);
         (step, budget)
     }
 
-    /// Ends the reader section and begins the next, so that flushes that wait for the end of the first can continue.
-    /// This does not flush.
+    /// Ends the reader section and begins another, so that flushes that wait for the end of this section can continue.
+    /// Does not flush.
     pub(super) fn pass(&mut self) {
         self.vm.platform.trace(Event::Yield);
         self.section.outside(|_| ());
     }
 
-    /// Ends the reader section, runs `meanwhile`, and begins the next section.
+    /// Ends the reader section, runs `meanwhile`, and begins another section.
     pub(super) fn outside<R>(&mut self, meanwhile: impl FnOnce() -> R) -> R {
         self.section.outside(|_| meanwhile())
     }
 
-    /// Counts a read of something other than a page-table entry, like a word of a bitmap. Returns whether this reader
-    /// section may read more.
+    /// Counts a read other than that of a page-table entry, for example of a bitmap word. Returns `false` when the
+    /// budget of this reader section is used up.
     pub(super) fn look(&mut self) -> bool {
         let (_, budget) = self.section.inside_with_budget();
         *budget = budget.saturating_sub(1);
         *budget > 0
     }
 
-    /// Continues `walk`, by `step`, until the walk is done, with a reader section for each step.
+    /// Calls `step` to continue `walk` until the walk is done. Each call is in its own reader section.
     pub(crate) fn walk(
         &mut self,
         walk: &mut Walk,
@@ -165,7 +168,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Continues `walk` with `work`, as far as the budget of this reader section allows.
+    /// Calls `work` once to continue `walk`, as far as the budget of this reader section allows.
     pub(super) fn once(
         &mut self,
         walk: &mut Walk,
@@ -175,8 +178,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         walk.with_budget(budget, |walk| work(&mut step, walk));
     }
 
-    /// Calls `work`, with a walk over the slot's frames in `range`, for each slot with such frames, until the walk is
-    /// done. Each step has a reader section, and uses the slots that are published then.
+    /// For each slot that has frames in `range`, calls `work` with a walk over these frames, until all walks are done.
+    /// Works in steps: each step has its own reader section, and uses the slots that are published then.
     pub(super) fn walk_slots(
         &mut self,
         range: &Range<Gfn>,
@@ -207,15 +210,15 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Like [`Self::walk_slots`], but visits each slot that a part of `hvas` backs, with the place of that backing.
-    /// Calls `found` whenever a step finds such a slot, before `work`.
+    /// Like [`Self::walk_slots`], but visits each slot that a part of `hvas` backs, and passes the [`Place`] of that
+    /// backing, too. Calls `found` whenever a step finds such a slot, before `work`.
     pub(super) fn walk_backed_by(
         &mut self,
         hvas: &Range<Hva>,
         mut found: impl FnMut(),
         mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, Place, &mut Walk),
     ) {
-        // The next step begins at this slot (given by its place in the order of backing), and at this page of the slot.
+        // The slot (by its place in the order of backings) and the page of the slot at which the next step begins.
         let mut at = Some((Place::FIRST, 0));
         while let Some((place, page)) = at.take() {
             let ticket = &self.ticket;
@@ -245,10 +248,10 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Allocates the memory that [`Mmu::prepare`] allocates for installs of `tables` tables.
+    /// Calls [`Mmu::prepare`], which allocates the memory for an install of `tables` new tables.
     ///
     /// # Errors
-    /// Those of [`Mmu::prepare`].
+    /// The errors of [`Mmu::prepare`].
     pub(super) fn prepare(
         &mut self,
         frames: &mut FrameCache,
@@ -269,8 +272,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.mappable_level(gfn, level) == level
     }
 
-    /// Runs `work` as one step, in a new reader section, with the slots and the MMU. Before that, threads that waited
-    /// for the end of the last section can continue.
+    /// Runs `work` as one step in a new reader section, with the current slots and the MMU. Between the last section
+    /// and the new one, threads that waited for the end of the last section can continue.
     pub(super) fn alone<R>(
         &mut self,
         work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
@@ -290,14 +293,14 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.alone(|step, slots, _| step.zap_oldest(slots))
     }
 
-    /// Zaps the leaves of all slots in `range`.
+    /// Zaps the leaves in `range` of all slots.
     pub(crate) fn zap_slots(&mut self, range: &Range<Gfn>) {
         self.walk_slots(range, |step, slot, walk| step.zap(slot, walk));
     }
 
-    /// Call before `slot` moves, while no fault installs its leaves ([`InProgress::slot_moves`]). If the slot's log,
-    /// which moves with the slot, is kept in the leaves' dirty bits, zaps the leaves and notes the bits, because after
-    /// the move these bits would count for other pages. Returns whether it did.
+    /// Call before `slot` moves, while no fault installs its leaves ([`InProgress::slot_moves`]). If dirty bits are
+    /// part of the slot's log, which moves with the slot, zaps the slot's leaves and records their dirty bits in the
+    /// log: after the move these bits would count for other pages. Returns whether dirty bits are part of the log.
     ///
     /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
     pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {
@@ -315,7 +318,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             .outside(|_| vm.readers.synchronize(vm.reader_wait()));
     }
 
-    /// Zaps the leaves in `gfns` without noting their dirty bits.
+    /// Zaps the leaves in `gfns` without recording their dirty bits in a log.
     pub(super) fn zap_unnoted(&mut self, gfns: &Range<Gfn>) {
         self.covers(gfns);
         self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
@@ -323,8 +326,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Zaps the leaves in `gfns`, which are frames of `slot`. If the slot's log is kept in the leaves' dirty bits,
-    /// notes these bits in the log.
+    /// Zaps the leaves in `gfns`, which are frames of `slot`. If dirty bits are part of the slot's log, records the
+    /// leaves' dirty bits in the log.
     pub(super) fn zap_part(&mut self, slot: &Memslot, gfns: &Range<Gfn>) {
         self.covers(gfns);
         self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
@@ -332,7 +335,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Like [`Self::zap_part`], for the leaves for which `wanted` is true.
+    /// Like [`Self::zap_part`], but only for the leaves for which `wanted` returns `true`.
     pub(super) fn zap_some(
         &mut self,
         gfns: &Range<Gfn>,
@@ -345,8 +348,9 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Splits huge leaves for which `wanted` is true, with tables from `frames`. Continues `walk` for one step, or
-    /// until no frames are left. `broken` has capacity for as many leaves; it is empty before and after.
+    /// Continues `walk` for one step, and splits the huge leaves for which `wanted` returns `true`, into tables from
+    /// `frames`. Stops when no frames are left. `broken` is scratch memory with capacity for as many leaves as `frames`
+    /// has frames; it is empty before and after the call.
     pub(super) fn split_some(
         &mut self,
         walk: &mut Walk,
@@ -372,17 +376,18 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         broken.clear();
     }
 
-    /// Installs the leaves that a walk has broken in order to replace tables by them (`broken`, in the order of gfn),
-    /// after a flush.
+    /// Completes the break-before-make of tables that a walk replaces by leaves: flushes, and installs the leaves.
+    /// `broken` lists the entries in the order of gfn.
     pub(super) fn restore(&mut self, broken: &[(Gfn, Level)]) {
         self.mend_all(broken, true, |op, gfn, level, flushed| {
             op.step().0.restore(gfn, level, flushed)
         });
     }
 
-    /// Flushes the broken leaves, given in the order of gfn, and calls `mend` for each with the flush. If `mend`
-    /// returns `false`, calls it again after another flush. `tables`: whether tables were detached there. Does not
-    /// complete the operation's ticket: the frames that the operation has zapped are flushed later.
+    /// Flushes the range of the entries `broken`, which are in the order of gfn and were made invalid by
+    /// break-before-make. Then calls `mend` for each, with the flush. If `mend` returns `false`, calls it again after
+    /// another flush. `tables` tells whether the entries referred to tables before. This is not the operation's own
+    /// flush: the frames of its ticket are flushed later.
     fn mend_all(
         &mut self,
         broken: &[(Gfn, Level)],
@@ -406,8 +411,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Flushes the frames that the operation covers, if they need a flush. Then the operation continues in another
-    /// reader section.
+    /// Flushes the frames that the operation covers, if they need a flush, and begins another reader section for the
+    /// rest of the operation.
     pub(super) fn flush(&mut self) {
         let unflushed = replace(&mut self.unflushed, Unflushed::none());
         let (vm, ticket) = (self.vm, &self.ticket);
@@ -418,8 +423,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before the
-    /// call. Returns the flush, which covers no frames if no flush was needed.
+    /// Ends the operation. When this returns, no CPU uses a translation of the covered frames that any thread zapped
+    /// before the call. Returns the flush; it covers no frames if no flush was needed.
     pub(crate) fn finish(self) -> Flushed {
         let ended = self.section.end();
         let counters = ended.counters();
@@ -430,8 +435,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 }
 
-/// If the format requires break-before-make, allocates space for the leaves that a split breaks, for as many as a path
-/// has frames.
+/// Allocates the list `broken` for [`RangeOp::split_some`]. If the format requires break-before-make, its capacity is
+/// that of a batch of frames; otherwise 0.
 ///
 /// # Errors
 /// [`OutOfMemory`].
@@ -444,7 +449,7 @@ pub(super) fn space_for_broken<F: Format>() -> Result<Vec<(Gfn, Level)>, OutOfMe
     Ok(leaves)
 }
 
-/// Runs `then` on a path that takes tables from `frames`. Adds the numbers of split leaves to `counters`.
+/// Runs `then` with a [`Path`] whose tables come from `frames`. Adds the numbers of split leaves to `counters`.
 #[inline]
 fn with_path<R>(
     frames: &mut FrameCache,
@@ -458,22 +463,22 @@ fn with_path<R>(
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Flushes `gfns`. When this returns, no CPU uses a translation of them that any thread zapped before the call, and
-    /// no reader can reach a table that was detached before. `stale` says which entries CPUs may have cached. The
-    /// caller is outside every reader section.
+    /// Flushes `gfns` from the TLBs of all CPUs. When this returns, no CPU uses a translation of `gfns` that any thread
+    /// zapped before the call, and no reader can reach a table that was detached before. `stale` tells which kinds of
+    /// cached entries must be flushed. The caller is outside every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
         let number = match F::BREAK_BEFORE_MAKE || self.shadows_nested() {
             true => self.flushes.begin(),
             false => 0,
         };
-        // A CPU that walks a shadow table caches no guest frames in its TLB.
+        // A CPU that walks shadow tables caches virtual addresses, not guest frames, so flush everything.
         let gfns = match self.shadows_nested() && self.budget.was_used() {
             true => all_gfns::<F>(),
             false => gfns,
         };
         self.platform.trace(Event::FlushBegin(gfns.clone()));
-        // Wait for the readers first: then no fault in progress can add a leaf to a detached table. Then flush the
-        // hardware, which drops cached leaves of the detached tables.
+        // Wait for the readers first: after that, no fault in progress can add a leaf to a detached table. Then flush
+        // the hardware's TLBs, so that they contain no leaves of detached tables.
         self.readers.synchronize(self.reader_wait());
         held::assert_none("to flush");
         self.platform.flush(self.id, gfns.clone(), stale);
@@ -482,9 +487,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Flushes::done(gfns, number)
     }
 
-    /// Flushes the frames that `ticket` covers, if its operation has changed something (`unflushed`) or another
-    /// operation needs a flush of them. Returns the flush, if there was one. The caller is outside every reader
-    /// section.
+    /// Flushes the frames that `ticket` covers, if the ticket's operation has made changes (`unflushed`), or another
+    /// operation still needs a flush of these frames. Returns the flush, if there was one. The caller is outside every
+    /// reader section.
     fn flush_if_needed(
         &self,
         ticket: &FlushTicket<'_>,
@@ -510,8 +515,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             ..Freed::default()
         };
         if !unflushed.detached.is_empty() {
-            // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was
-            // flushed.
+            // SAFETY: the flush was after the tables were detached: all readers have passed a quiescent point since,
+            // and the hardware's TLBs were flushed.
             freed += unsafe {
                 unflushed
                     .detached
@@ -536,8 +541,8 @@ mod tests {
     use alloc::sync::Arc;
     use std::sync::mpsc;
 
-    /// A thread that changes an entry while another thread flushes has to flush itself: a walker may read the entry
-    /// after the other thread's flush and before the change.
+    /// A thread that changes an entry during another thread's flush must flush itself: a walker may have read the old
+    /// entry after that flush.
     #[test]
     fn a_flush_covers_nothing_that_changes_while_it_waits() {
         let heap = Arc::new(Heap::default());

@@ -36,7 +36,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Returns the proof that the step is in a reader section.
+    /// Returns a token that proves that the step is in a reader section.
     pub(crate) fn section(&self) -> InSection<'s> {
         self.section
     }
@@ -46,13 +46,13 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, show, visit);
     }
 
-    /// Call after removing a right from leaves, counted in `leaves` by level: the operation will flush.
+    /// Call after removing a right from leaves. `leaves` counts them by level. The operation will then flush.
     pub(in crate::vm) fn changed(&mut self, leaves: &LeafCounts) {
         let changed = self.unflushed.changed.iter_mut();
         changed.zip(leaves).for_each(|(sum, n)| *sum += n);
     }
 
-    /// Zaps leaves of `slot`. If its log is kept in the leaves' dirty bits, moves them to its bitmap.
+    /// Zaps leaves of `slot`. If dirty bits are part of the slot's log, moves the leaves' dirty bits to its bitmap.
     pub(crate) fn zap(&mut self, slot: &Memslot, walk: &mut Walk) {
         match slot.log() {
             Some(log) if !log.kind().protects() => self.zap_some(slot, walk, |_, _| true),
@@ -60,8 +60,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Zaps the leaves of `slot` for which `wanted` is true. If the slot's log is kept in the leaves' dirty bits,
-    /// moves these bits to its bitmap, under the lock of the leaves' table. Detaches no tables: a walker that has
+    /// Zaps the leaves of `slot` for which `wanted` returns `true`. If dirty bits are part of the slot's log, moves the
+    /// leaves' dirty bits to its bitmap, under the lock of the leaves' table. Detaches no tables: a walker that has
     /// reached a detached table could still set a dirty bit in it.
     pub(super) fn zap_some(
         &mut self,
@@ -83,8 +83,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Zaps all leaves of the range; detaches the tables that cover only frames of the range. Zaps a huge leaf as a
-    /// whole even if it reaches beyond the range: its other pages fault again.
+    /// Zaps all leaves of the walk's range, and detaches the tables that cover only frames of the range. A huge leaf
+    /// that also maps frames outside the range is zapped as a whole: accesses to those frames fault again.
     pub(crate) fn zap_unnoted(&mut self, walk: &mut Walk) {
         let show = Show {
             tables: true,
@@ -108,7 +108,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Zaps the oldest shadow page, and notes the dirty bits of its leaves like [`Self::zap`]. Returns whether there
+    /// Zaps the oldest shadow page, and records the dirty bits of its leaves like [`Self::zap`]. Returns whether there
     /// was a shadow page.
     pub(crate) fn zap_oldest(&mut self, slots: &SlotSet) -> bool {
         let mmu = self.mmu;
@@ -117,8 +117,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         })
     }
 
-    /// Runs `zap`, and passes it a function to call for each zapped leaf, with the leaf's gfn, level and bits. If the
-    /// leaf was dirty, the function marks the leaf's pages in the dirty log of their slot, like [`Self::zap`].
+    /// Runs `zap`, and passes it a function that it must call for each leaf that it zaps, with the leaf's gfn, level
+    /// and bits. If the leaf was dirty, that function marks the leaf's pages in the dirty log of their slot, like
+    /// [`Self::zap`].
     pub(in crate::vm) fn noting<R>(
         &mut self,
         slots: &SlotSet,
@@ -148,19 +149,20 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Calls `visit` for each entry that refers to a table, is at a level that has leaves, and covers only frames of
-    /// the range. Passes the frame of the table, too.
+    /// Calls `visit` for each entry that refers to a table and could be a huge leaf instead: its level can have leaves,
+    /// and it covers only frames of the range. Also passes the frame of the table.
     pub(crate) fn visit_tables(&self, walk: &mut Walk, visit: impl FnMut(&At<'_>, Pfn) -> Next) {
         visit_tables(self.mmu, walk, visit);
     }
 
-    /// For each table that [`Self::visit_tables`] visits, calls `wanted`, and does with the table what `wanted`
-    /// returns. `wanted` gets the table's first frame, the level of its entry, and whether the table exists because of
-    /// NX. Leaves broken by break-before-make are passed to `broken`: the caller flushes and restores each
+    /// For each table that [`Self::visit_tables`] visits, calls `wanted`, and treats the table as `wanted` returns.
+    /// `wanted` gets the first guest frame of the table, the level of the entry that refers to it, and whether the
+    /// table exists only because of `nx_huge_pages`. With break-before-make, the entry of a replaced table is invalid
+    /// at first, and its frame and level are passed to `broken`: the caller must flush, and then restore each such leaf
     /// ([`ByGfn::restore`]).
     ///
-    /// `wanted` is called under the lock of the table that contains the entry. So the facts that `wanted` finds are
-    /// still true when the leaf is installed, as in a fault.
+    /// `wanted` is called under the lock of the table that contains the entry. So, as in a fault, its checks still hold
+    /// when the leaf is installed.
     pub(crate) fn collapse(
         &mut self,
         walk: &mut Walk,
@@ -185,13 +187,14 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Installs a leaf that [`Self::collapse`] broke ([`ByGfn::restore`]).
+    /// Installs a leaf whose entry [`Self::collapse`] has passed to `broken` ([`ByGfn::restore`]).
     pub(super) fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         self.mmu.restore(gfn, level, own)
     }
 
-    /// Detaches the tables that [`Self::visit_tables`] visits, that exist because of NX, and for which `wanted` is
-    /// true. The next fault then installs a leaf of the largest level that fits.
+    /// Of the tables that [`Self::visit_tables`] visits, detaches those that exist only because of `nx_huge_pages` and
+    /// for which `wanted` returns `true`. The next fault in such a region then installs a leaf of the largest possible
+    /// level.
     pub(crate) fn zap_nx_tables(
         &mut self,
         walk: &mut Walk,
@@ -207,8 +210,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Makes the log of `slot` note the next write to the pages for which `is_named` is true: write-protects the pages,
-    /// or clears their dirty bits, depending on the kind of the log.
+    /// Makes the log of `slot` record the next write to the pages for which `is_named` returns `true`: write-protects
+    /// the pages, or clears their dirty bits, depending on the kind of the log.
     pub(crate) fn protect(
         &mut self,
         slot: &Memslot,
@@ -219,7 +222,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         match slot.log() {
             Some(log) if log.kind() == LogKind::Buffers => self.protect_buffered(walk, named),
             Some(log) if !log.kind().protects() => {
-                // The dirty bit of a huge leaf also counts for the leaf's pages outside the range, so mark these pages.
+                // The dirty bit of a huge leaf also stands for pages that are not named, so mark these pages before it
+                // is cleared.
                 let range = walk.range();
                 let note = |gfn: Gfn, level| {
                     let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
@@ -233,9 +237,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Like [`Self::protect`], but for all pages in the range. If the log works by write protection and walkers [obey
-    /// it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range, and nothing below
-    /// these entries.
+    /// Like [`Self::protect`], but for all pages in the range. If the log works by write protection, and walkers check
+    /// the right to write in entries that refer to tables ([`ByGfn::protects_tables`]), write-protects the highest
+    /// entries that cover only frames of the range, and no entry below them.
     pub(crate) fn protect_from_above(&mut self, slot: &Memslot, walk: &mut Walk) {
         let by_dirty_bit = slot.log().is_some_and(|log| !log.kind().protects());
         if by_dirty_bit || !self.mmu.protects_tables() {
@@ -260,15 +264,15 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, Show::ENTERED, &mut protect);
     }
 
-    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`. Skips entries that
-    /// are [protected from above](Self::protect_from_above).
+    /// Write-protects every leaf of the range for which `wanted` returns `true`, and sets its `may_write`. Skips leaves
+    /// below an entry that is already write-protected ([`Self::protect_from_above`]).
     ///
-    /// If one page of a huge leaf is in the range, protects the leaf as a whole. The next write fault, or an eager
-    /// split, splits the leaf.
+    /// A huge leaf is protected as a whole even if only some of its pages are in the range. The next write fault, or an
+    /// eager split, splits the leaf.
     ///
     /// Uses plain stores, so an accessed or dirty bit that hardware sets at the same time may be lost. A lost accessed
-    /// bit only makes a page look unused for longer; the same happens while a TLB caches the leaf. Dirty bits are not
-    /// used where the log works by write protection.
+    /// bit only makes a page look unused for longer; the same happens while a TLB caches the leaf. A lost dirty bit is
+    /// harmless because a log that works by write protection does not use dirty bits.
     pub(crate) fn write_protect(
         &mut self,
         walk: &mut Walk,
@@ -287,13 +291,14 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, show, &mut protect);
     }
 
-    /// Reverts the protection by [`Self::protect_from_above`], at entries that cover only frames of the range.
+    /// Removes the write protection of entries that refer to tables ([`Self::protect_from_above`]) and that cover only
+    /// frames of the range.
     pub(crate) fn lift_protection(&self, walk: &mut Walk) {
         self.mmu.lift(walk);
     }
 
-    /// Clears the dirty bit of every leaf of the range that has it set and for which `wanted` is true, and calls
-    /// `dirty` for each, under the lock of its table.
+    /// Clears the dirty bit of every dirty leaf of the range for which `wanted` returns `true`, and calls `dirty` for
+    /// each of these leaves, under the lock of its table.
     pub(crate) fn clear_dirty(
         &mut self,
         walk: &mut Walk,
@@ -311,10 +316,10 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker that sets the bit
-    /// again writes the page's address to its buffer. For a huge leaf, a walker would write the address of one page
-    /// only. For a shadowed leaf, a walker does not know the frame. So such leaves are write-protected instead: the
-    /// next write faults, and splits a huge leaf.
+    /// Clears the dirty bit of the leaves of the range for which `wanted` returns `true`, so that a walker that sets
+    /// the bit again writes the page's address to its buffer. But for a huge leaf a walker would write the address of
+    /// only one page, and for a leaf in a shadow page it does not know the guest frame. So leaves of these two kinds
+    /// are also write-protected: the next write faults, and splits a huge leaf.
     fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
@@ -331,19 +336,20 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Calls `seen`, for some leaves at a time, for all leaves of the range that were used since their accessed bits
-    /// were last cleared. Clears these bits if `clear`. Needs no flush: a CPU that still caches a leaf does not set the
-    /// bit again, so the page only looks unused for longer than it was.
+    /// Calls `seen`, for some leaves at a time, for all leaves of the range, and tells which of them were used since
+    /// their accessed bits were last cleared. Clears these bits if `clear`. Needs no flush: a CPU whose TLB still has
+    /// the leaf does not set the bit again, so the page may look unused although it is used.
     pub(crate) fn age(&self, walk: &mut Walk, clear: bool, mut seen: impl FnMut(Aged)) {
         self.mmu.age(walk, clear, &mut seen);
     }
 
-    /// Splits the huge leaves of the range for which `wanted` is true. Splits their pieces, too, if `wanted` is true
-    /// for them, down to 4 KiB. Each page stays mapped to the same frame with the same rights throughout, so no walker
-    /// faults and no flush is needed. Stops when `path` has no frame left.
+    /// Splits the huge leaves of the range for which `wanted` returns `true`, and also their huge pieces for which it
+    /// does. Each page stays mapped to the same frame with the same rights throughout, so no walker faults and no flush
+    /// is needed. Stops when `path` has no frame left.
     ///
-    /// On formats with break-before-make it only breaks the leaves, as many as `path` has frames for, and adds them to
-    /// `broken`, which has enough capacity. The caller flushes and mends each leaf ([`ByGfn::mend`]).
+    /// On formats with break-before-make it only makes the leaves invalid, as many as `path` has frames for, and adds
+    /// them to `broken`, which has enough capacity. The caller must flush, and then replace each by its pieces
+    /// ([`ByGfn::mend`]).
     pub(crate) fn split(
         &mut self,
         walk: &mut Walk,
@@ -377,24 +383,25 @@ impl<'s, M: ByGfn> Step<'s, M> {
                 Split::Unprepared => Next::Stop,
             }
         });
-        // The pieces of a broken leaf of 1 GiB may have to be split, too: return to the first such leaf.
+        // The pieces of a leaf of 1 GiB must perhaps be split, too, after they are installed: go back to the first such
+        // leaf.
         let enters = |(_, level): &&(Gfn, Level)| *level > Level::MEGA || how == SplitWalk::Full;
         if let Some((gfn, _)) = broken.iter().find(enters) {
             walk.go_to(*gfn);
         }
     }
 
-    /// Installs the pieces of a leaf that [`Self::split`] broke ([`ByGfn::mend`]).
+    /// Installs the pieces of a leaf that [`Self::split`] has made invalid ([`ByGfn::mend`]).
     pub(super) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
         self.mmu.mend(gfn, level, path)
     }
 }
 
-/// The treatment of a table by [`Step::collapse`].
+/// What [`Step::collapse`] does with a table.
 pub(crate) enum Collapsing {
     /// Leave the table, and visit the tables below it.
     Keep,
-    /// Detach the table: the next fault installs a leaf that fits.
+    /// Detach the table: the next fault installs a leaf.
     Zap,
     /// Replace the table by this leaf, which maps all pages that the table maps.
     To(Leaf),
@@ -423,9 +430,9 @@ fn count(counts: &mut LeafCounts, level: Level) {
 
 /// The visitor of [`Step::write_protect`] and [`Step::protect_from_above`].
 struct WriteProtect<'c, F, W, T> {
-    /// Whether to protect a leaf.
+    /// Returns whether to write-protect a leaf.
     wanted: W,
-    /// Whether the walk skips the entries below an entry that refers to a table.
+    /// Returns whether to skip the entries below an entry that refers to a table. May first write-protect that entry.
     passes: T,
     changed: &'c mut LeafCounts,
     format: PhantomData<F>,
@@ -440,7 +447,7 @@ where
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::TABLE_WRITE != 0 && F::next_table(at.bits, at.level).is_some() {
-            // Entries outside the tree may also refer to a shadow page.
+            // An entry outside the tree may refer to a shadow page: do not protect such an entry.
             return match at.is_in_tree() && (self.passes)(at) {
                 true => Next::Pass,
                 false => Next::Descend,
@@ -453,7 +460,8 @@ where
         Next::Pass
     }
 
-    /// Protects the run if all its entries are writable leaves for which `wanted` is true.
+    /// Fast path: if all `entries` are writable leaves for which `wanted` returns `true`, protects them all. Otherwise
+    /// returns `false` and changes nothing.
     #[inline]
     fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
         let bits: [u64; RUN] = core::array::from_fn(|i| entries[i].load(Relaxed));
