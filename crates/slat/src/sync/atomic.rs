@@ -1,8 +1,8 @@
-//! The engine's atomics. They are those of `core`, or, in a build with `--cfg loom`, those of the model checker loom,
-//! which runs the engine's own source through all interleavings and all values that a load may return
+//! The engine's atomics. They are those of `core`. In a build with `--cfg loom` they are those of the model checker
+//! loom, which runs the engine's own code in all interleavings and with all values that a load may return
 //! (`crate::loom_tests`).
 //!
-//! Counters and policies use `core`'s atomics in both builds: no protocol depends on them.
+//! Counters and policies use `core`'s atomics in both builds, because no protocol depends on their values.
 
 pub use core::sync::atomic::Ordering;
 
@@ -11,7 +11,8 @@ pub use model::*;
 #[cfg(not(loom))]
 pub use plain::*;
 
-/// Defines a constructor that is `const`. Under loom it is not, because loom's atomics are made at run time.
+/// Defines a constructor that is `const`. Under loom the constructor is not `const`, because loom's atomics are made at
+/// run time.
 macro_rules! const_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident() -> Self $body:block) => {
         #[cfg(not(loom))]
@@ -28,15 +29,17 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
-    /// Stores a value where another thread may do a read-modify-write at the same time. It is a separate function
-    /// because loom would not order such a store with such a read-modify-write.
+    /// Stores a value in an atomic on which another thread may do a read-modify-write at the same time. This is a
+    /// separate function because under loom it must be implemented differently: loom does not order a plain store with
+    /// a read-modify-write.
     #[inline(always)]
     pub fn overwrite(atomic: &AtomicU64, value: u64, order: super::Ordering) {
         atomic.store(value, order);
     }
 
-    /// Represents memory that a protocol protects instead of the compiler. Does nothing at run time. Under loom it is a
-    /// cell: loom reports a use by [`Watch::owned`] that is concurrent with any other use.
+    /// Represents memory whose accesses are safe because of a protocol, not because of the compiler's checks. Under
+    /// loom, which thus checks the protocol, it is a cell: loom reports a call of [`Watch::owned`] that is concurrent
+    /// with any other use. Otherwise it does nothing.
     #[derive(Clone, Default)]
     pub struct Watch;
 
@@ -45,12 +48,11 @@ mod plain {
             Watch
         }
 
-        /// Call at each use of the memory during which other threads may use it, too.
+        /// Call at each shared use of the memory: other threads may use it at the same time.
         #[inline(always)]
         pub fn used(&self) {}
 
-        /// Call at each use of the memory during which no other thread may use it: all earlier uses must have happened
-        /// before.
+        /// Call at each exclusive use of the memory: all earlier uses must have happened before it.
         #[inline(always)]
         pub fn owned(&self) {}
     }
@@ -65,7 +67,8 @@ mod model {
 
     pub use loom::sync::atomic::fence;
 
-    /// Like `plain::overwrite`, but as a read-modify-write, which loom orders with other read-modify-writes.
+    /// Stores a value, like `plain::overwrite`, but by a read-modify-write, which loom orders with other
+    /// read-modify-writes.
     pub fn overwrite(atomic: &AtomicU64, value: u64, order: Ordering) {
         atomic.swap(value, order);
     }
@@ -109,7 +112,8 @@ mod model {
         }
     }
 
-    /// The value of an atomic that no other thread can reach. It is written back when dropped.
+    /// The value of an atomic that no other thread can reach. When this is dropped, the value is written back to the
+    /// atomic.
     pub struct Owned<'a, T> {
         value: T,
         write: Box<dyn FnMut(&T) + 'a>,
@@ -136,14 +140,14 @@ mod model {
 
     /// Defines atomics that wrap loom's, with two differences.
     ///
-    /// A sequentially consistent load is a compare-exchange of a value with itself, which returns the newest value. A
-    /// plain load of loom may return values that a sequentially consistent load must not return (older than the newest
-    /// sequentially consistent store).
+    /// A sequentially consistent load is a compare-exchange of a value with itself, which returns the newest value.
+    /// Loom's own `load` may return values that are older than the newest sequentially consistent store, which a
+    /// sequentially consistent load must not return.
     ///
-    /// Other loads first write to a second atomic, `turn`. To choose the interleavings to run, loom remembers only the
-    /// last access to an atomic. After a load by one thread, and then a load and a store by another, it forgets that
-    /// the store could have come before the first load. With the read-modify-writes of `turn`, loom tries both orders
-    /// of any two loads, and so also of the store.
+    /// Every other load first does a read-modify-write of a second atomic, `turn`. The reason: to choose the
+    /// interleavings to run, loom remembers only the last access to an atomic. If one thread loads, and then another
+    /// thread loads and stores, loom forgets that the store could also come before the first load. With the accesses to
+    /// `turn`, loom tries both orders of the two loads, and so also both orders of the first load and the store.
     macro_rules! atomics {
         ($($name:ident $(<$t:ident>)?: $value:ty, $any:expr;)*) => {$(
             #[derive(Debug)]

@@ -1,11 +1,11 @@
 //! A fair lock, for long operations: first come, first served.
 //!
-//! The holder may allocate, wait for flushes, and walk the tables of a whole slot. So a waiter waits by
+//! The holder may allocate memory, wait for flushes, and walk over all tables of a slot. So a waiter calls
 //! [`crate::Platform::wait`], which yields the processor. Each thread takes a ticket, and the lock is granted in the
-//! order of tickets. So threads that take the lock in a loop delay another thread by at most one turn each.
+//! order of tickets. So a thread that takes the lock again and again delays another waiter by at most one turn.
 //!
-//! When a waiter becomes the next in turn, it restarts its wait at round 0: the lock will be free soon, and no other
-//! thread can take the lock before this waiter.
+//! When a waiter becomes the next in turn, it restarts at round 0, so that it waits for shorter times: no other thread
+//! can take the lock before this waiter.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -13,18 +13,19 @@ use core::ops::{Deref, DerefMut};
 use super::held;
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 
-/// Data that one thread at a time uses. Threads get it in the order in which they asked for it.
+/// Data that one thread at a time uses. Threads get the lock in the order in which they requested it.
 pub(crate) struct FairLock<T> {
-    /// The number of tickets given; the next ticket.
+    /// The number of tickets given so far, which is also the next ticket.
     tickets: AtomicU64,
-    /// The ticket whose thread has the lock, or may take it.
+    /// The ticket whose thread holds the lock or may take it next.
     turn: AtomicU64,
     /// Represents the data for loom.
     held: Watch,
     data: UnsafeCell<T>,
 }
 
-// SAFETY: the data is reached only through a guard, and only one ticket has its turn.
+// SAFETY: the data is accessed only through a guard, and a guard exists only for the one ticket that is equal to
+// `turn`.
 unsafe impl<T: Send> Sync for FairLock<T> {}
 
 impl<T> FairLock<T> {
@@ -37,16 +38,16 @@ impl<T> FairLock<T> {
         }
     }
 
-    /// Takes the lock; calls `wait(round)` while another thread holds the lock. The caller is in no reader section and
-    /// holds no spin lock.
+    /// Takes the lock. As long as it is not this thread's turn, calls `wait(round)`. The caller is in no reader section
+    /// and holds no spin lock.
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) -> FairGuard<'_, T> {
         held::assert_none("to queue for a lock");
         let mine = self.tickets.fetch_add(1, Relaxed);
         let mut round = 0;
         let mut seen = mine;
         loop {
-            // Acquire would be enough to see the stores of the holder before. But in the model checker, a relaxed load
-            // may return old values forever; and for a waiter, the newest value costs little.
+            // Acquire would be enough to see the stores of the last holder. But in the model checker loom, such a load
+            // may return an old value forever. A sequentially consistent load does not, and costs little.
             let turn = self.turn.load(SeqCst);
             if turn == mine {
                 break;
@@ -96,7 +97,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::time::{Duration, Instant};
 
-    /// A thread with a ticket gets the lock before any later thread, however often others take it.
+    /// A waiting thread gets the lock before threads that request it later, even if these take it again and again.
     #[test]
     fn no_thread_is_overtaken() {
         const OTHERS: u64 = 4;
@@ -124,8 +125,8 @@ mod tests {
                 drop(guard);
                 if let Some(before) = before {
                     waited += 1;
-                    // Allows each other thread two turns: one that it took first, and one that had ended and was not
-                    // counted yet.
+                    // Allow two turns for each other thread: one that it had requested before this thread, and one that
+                    // was over but not yet counted when `before` was read.
                     if after - before > 2 * OTHERS {
                         stop.store(true, SeqCst);
                         panic!(

@@ -1,18 +1,18 @@
-//! Checks that no thread delays others for long: that it holds no spin lock when it waits, and that it reads a bounded
-//! number of entries in the reader section of an operation.
+//! Debug checks that no thread delays others for long: a thread must hold no spin lock when it waits, and an operation
+//! may read only a limited number of page-table entries in one reader section.
 //!
-//! A waiter for a spin lock spins. So a holder that sleeps, waits for a CPU to flush, or asks the host for a page keeps
-//! a processor busy in vain, perhaps forever. Flushes and slot changes wait for reader sections. So an operation that
-//! reads a whole tree in one section delays every page that the host wants to reclaim.
+//! A waiter for a spin lock spins. So if the holder sleeps, waits for a CPU to flush, or asks the host for a page, it
+//! keeps a processor busy in vain, perhaps forever. Flushes and slot changes wait for reader sections. So an operation
+//! that reads a whole tree in one section delays everything that the host does with guest memory.
 //!
-//! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks it holds, and the
-//! entries it has read since the reader section of its operation began. [`assert_none`] checks the first count before
-//! the engine calls anything that may wait ([`crate::Platform::wait`], `flush` and `resolve`), and before it queues for
-//! a [`super::FairLock`]; [`looked_at`] checks the second in every walk. (Counting for each thread needs `std`, so the
-//! checks are a feature. Builds for loom do not count.)
+//! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks that it holds, and
+//! the entries that it has read in its current reader section. [`assert_none`] checks the first count before the engine
+//! calls anything that may wait ([`crate::Platform::wait`], `flush` and `resolve`), and before it queues for a
+//! [`super::FairLock`]. [`looked_at`] checks the second count in every walk. (The checks are a feature because counting
+//! for each thread needs `std`. Builds for loom do not count.)
 
-/// The number of entries that an operation may read in one reader section: this takes about 50 us. In builds that
-/// count, the limit is low, so that the operations of their tests need many sections, too.
+/// The number of entries that an operation may read in one reader section: this takes about 50 us. In builds with the
+/// checks, the limit is low, so that the operations of tests also need many sections.
 pub(crate) const MOST_ENTRIES: u32 = if COUNTED { 40 } else { 4096 };
 
 const COUNTED: bool = cfg!(all(
@@ -27,7 +27,7 @@ mod count {
 
     std::thread_local! {
         static HELD: Cell<u32> = const { Cell::new(0) };
-        /// The number of entries read; `None` outside the sections of operations.
+        /// The number of entries read in the current reader section of an operation; `None` outside such a section.
         static ENTRIES: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
@@ -89,7 +89,7 @@ pub(crate) fn section_ends() {
 /// Call before the thread reads `entries` entries.
 ///
 /// # Panics
-/// In builds that count, if the total is too large for one reader section.
+/// In builds with the checks, if the total is too large for one reader section.
 #[inline(always)]
 pub(crate) fn looked_at(entries: u32) {
     if let Some(before) = count::entries() {
@@ -117,7 +117,7 @@ pub(super) fn released() {
 /// Call before a call that may wait; `what` names that call, for the panic message.
 ///
 /// # Panics
-/// In builds that count, if the thread holds a spin lock.
+/// In builds with the checks, if the thread holds a spin lock.
 #[inline(always)]
 #[track_caller]
 pub(crate) fn assert_none(what: &str) {

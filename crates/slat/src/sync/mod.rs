@@ -1,5 +1,5 @@
-//! The engine's own synchronisation: [`quiesce`] (how long readers may use removed data), a [`SpinLock`] for critical
-//! sections that never wait, and a [`FairLock`] for whole operations. Waiters for either lock call
+//! The engine's own synchronisation: [`quiesce`] (how long readers may use removed data), the [`SpinLock`] for critical
+//! sections that never wait, and the [`FairLock`] for long operations. Waiters for either lock call
 //! [`crate::Platform::wait`].
 
 pub(crate) mod atomic;
@@ -7,8 +7,8 @@ pub(crate) mod fair;
 pub(crate) mod held;
 pub(crate) mod once_box;
 pub(crate) mod quiesce;
-/// Proofs that a thread is in a reader section. Data that readers access without a lock is valid only until their
-/// section ends, so each access needs such a proof.
+/// Tokens that prove that a thread is in a reader section. Data that readers access without a lock is valid only until
+/// the section ends, so each access requires such a token.
 pub(crate) mod section;
 pub(crate) mod spin;
 pub(crate) mod walker_buffer;

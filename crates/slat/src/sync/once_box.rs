@@ -5,13 +5,14 @@ use core::ptr;
 use crate::heap::OutOfMemory;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, const_fn};
 
-/// A value on the heap that any thread makes when the value is first needed. It stays until its owner is dropped. So
+/// A value on the heap that is made when a thread first needs it, and then exists until its owner is dropped. So
 /// accessing the value needs neither a lock nor a reader section.
 ///
-/// A list that only grows is a chain of `OnceBox`es: each element has one for the next element.
+/// A list that only grows can be a chain of `OnceBox`es, in which each element has a `OnceBox` for the next element.
 pub(crate) struct OnceBox<T> {
     value: AtomicPtr<T>,
-    /// Threads share the value, and the thread that makes it may be another than the one that drops it.
+    /// For `Send` and `Sync`, this counts as owning a `T`: threads share the value, and one thread may make and another
+    /// drop it.
     owns: PhantomData<T>,
 }
 
@@ -26,7 +27,7 @@ impl<T> OnceBox<T> {
         }
     }
 
-    /// Removes the value.
+    /// Removes the value and returns it, if there is one.
     pub(crate) fn take(&mut self) -> Option<Box<T>> {
         let value = self.value.swap(ptr::null_mut(), Relaxed);
         // SAFETY: `set` made the pointer by `Box::into_raw`, and `&mut self` proves that there is no other reference.
@@ -37,7 +38,7 @@ impl<T> OnceBox<T> {
 impl<T: Send + Sync> OnceBox<T> {
     /// Returns the value, if there is one.
     ///
-    /// Sequentially consistent, for lists whose readers must not miss an element ([`crate::sync::quiesce`]).
+    /// The load is sequentially consistent, as the list of readers requires ([`crate::sync::quiesce`]).
     #[inline(always)]
     pub(crate) fn get(&self) -> Option<&T> {
         // SAFETY: `set` made the pointer by `Box::into_raw` and publishes only whole values; only `take` removes a
@@ -48,7 +49,7 @@ impl<T: Send + Sync> OnceBox<T> {
     /// Makes `new` the value, if there is none, and returns a reference to it.
     ///
     /// # Errors
-    /// `new`, if another thread was faster.
+    /// Returns `new` if there already is a value.
     pub(crate) fn set(&self, new: Box<T>) -> Result<&T, Box<T>> {
         let new = Box::into_raw(new);
         match (self.value).compare_exchange(ptr::null_mut(), new, SeqCst, Relaxed) {
@@ -60,8 +61,8 @@ impl<T: Send + Sync> OnceBox<T> {
         }
     }
 
-    /// Returns the value. If there is none yet, makes it by `make`. Threads that do so at the same time all get the
-    /// same value.
+    /// Returns the value. If there is none yet, makes it by `make`. If several threads do this at the same time, all
+    /// get the same value.
     ///
     /// # Errors
     /// [`OutOfMemory`] from `make`.

@@ -1,38 +1,40 @@
-//! Quiescent-state reclamation: decides when removed data may be freed, because no reader uses it any more. KVM uses
-//! SRCU for this.
+//! Quiescent-state-based reclamation: decides when removed data may be freed because no reader uses it any more. (KVM
+//! uses SRCU for this purpose.)
 //!
-//! Walkers and slot look-ups take no lock. So data that they may have read is kept until each of them has passed a
-//! *quiescent point*: a moment at which it has no pointer into tables or slots and, if it is a software CPU, no cached
-//! translation. The same mechanism acknowledges TLB flushes of software CPUs: a flush waits until each of them has
-//! passed a quiescent point.
+//! Walkers and slot look-ups take no lock. So removed data is kept until every reader has passed a *quiescent point*: a
+//! moment at which the reader has no pointer into tables or slots and, if it is a software CPU, no cached translation.
+//! The same mechanism acknowledges TLB flushes of software CPUs: a flush waits until each software CPU has passed a
+//! quiescent point.
 //!
 //! # Protocol
 //! There is one counter, the *generation*. Every reader owns one word, whose value is
 //!
-//! * 0 if the reader is outside of a reader section. No writer waits for it.
-//! * g if the reader is in a section, and passed its last quiescent point when the generation was g.
+//! * 0 if the reader is outside a reader section: writers do not wait for it;
+//! * g if the reader is in a section, and the generation was g at its last quiescent point.
 //!
 //! A writer removes something (clears entries, swaps the slot set) and then calls [`Readers::synchronize`], which
-//! raises the generation to n and waits for every reader whose word is neither 0 nor at least n. A reader that enters
-//! stores the generation that it has read, and then reads the generation again. Both sides use sequentially consistent
-//! accesses. So either the writer sees the reader's word, or the reader sees the raised generation, and with it
-//! (release/acquire through the generation) everything that was changed before. The same holds for the list of readers:
-//! a reader that the writer does not find in the list enters after the raise. Leaving is a release store of 0. So
-//! everything that a reader did happens before everything that a writer does after seeing the 0.
+//! raises the generation to n and waits for every reader whose word is neither 0 nor at least n. A reader that enters a
+//! section reads the generation, stores it in its word, and reads the generation again; if the generation has changed,
+//! it repeats this. Both sides use sequentially consistent accesses. So either the writer sees the reader's word, or
+//! the reader sees the raised generation, and thus also everything that the writer changed before it raised the
+//! generation (release/acquire). The same is true for the list of readers: if a writer does not find a reader in the
+//! list, that reader enters after the raise. To leave, a reader stores 0 with release ordering, so everything that it
+//! did in the section happens before everything that a writer does after seeing the 0.
 //!
-//! A look-up that takes a few instructions uses no reader of its own ([`Readers::brief`]). All threads share one word
-//! for such look-ups. The thread that changes it from 0 to the generation owns it until it stores 0 again.
+//! For a look-up of a few instructions, a thread need not own a reader ([`Readers::brief`]). All threads share one word
+//! for such look-ups: the thread that changes it from 0 to the generation owns it until it stores 0 again.
 //!
 //! # Deadlock
-//! A reader that has to wait (for host memory, for a flush, for the end of an invalidation) leaves first and enters
-//! again afterwards. [`Reader::enter`] then returns whether the reader has missed a generation. If so, every
-//! translation that it has cached is void. So no reader waits while a writer waits for it. A vCPU that is not in
-//! KVM_RUN is outside, too.
+//! A reader that must wait (for host memory, for a flush, for the end of an invalidation) leaves its section before and
+//! enters a section again afterwards. So no reader waits while a writer waits for that reader. [`Reader::enter`]
+//! returns whether the generation was raised meanwhile; if so, every translation that the reader has cached is void. A
+//! vCPU that is not in KVM_RUN is also outside.
 //!
 //! # Attention
 //! Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize` sets
-//! [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
-//! reads the generation. A request between the two sets the bit again, and the CPU sees the bit at the next boundary.
+//! [`Attention::FLUSH`] in this word; the other bits belong to the client. [`Reader::quiesce`] clears this bit *before*
+//! it reads the generation. So a request between the two sets the bit again, and the CPU sees the bit at the next block
+//! boundary.
 
 use alloc::boxed::Box;
 use core::iter;
@@ -43,8 +45,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Orderin
 use crate::sync::walker_buffer::WalkerBuffer;
 use crate::sync::{InSection, OnceBox};
 
-/// A word of bits that make a software CPU leave its loop at the next block boundary. A clone is another handle of the
-/// same word.
+/// A word of bits that make a software CPU leave its loop at the next block boundary. A clone refers to the same word.
 ///
 /// ```
 /// use slat::Attention;
@@ -57,13 +58,13 @@ use crate::sync::{InSection, OnceBox};
 #[derive(Clone, Debug)]
 pub struct Attention(Shared<Word>);
 
-/// The attention word. It has a cache line of its own, because the CPU reads the word at every block boundary.
+/// The attention word. It has a cache line of its own, because a software CPU reads the word at every block boundary.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Word(AtomicU32);
 
 impl Attention {
-    /// The engine requests [`crate::Vcpu::quiesce`]. All other bits are free for the client.
+    /// The engine sets this bit to request [`crate::Vcpu::quiesce`]. All other bits are free for the client.
     pub const FLUSH: u32 = 1 << 0;
 
     /// Makes a word with no bits set. A vCPU already has a word ([`crate::Vcpu::attention`]).
@@ -74,12 +75,12 @@ impl Attention {
         Ok(Attention(Shared::try_new(Word(AtomicU32::new(0)))?))
     }
 
-    /// Returns the word; non-zero means: leave the loop.
+    /// Returns the word. If it is not 0, the CPU must leave its loop.
     pub fn flag(&self) -> &AtomicU32 {
         &self.0.0
     }
 
-    /// Sets bits, from any thread or a signal handler.
+    /// Sets bits. Any thread, or a signal handler, may call this.
     pub fn raise(&self, bits: u32) {
         self.flag().fetch_or(bits, SeqCst);
     }
@@ -95,24 +96,27 @@ impl Attention {
 pub(crate) struct Reader {
     /// 0 outside of a section; in a section, the generation of the last quiescent point.
     state: AtomicU64,
-    /// The generation of the last quiescent point, also outside of a section. Only the owner writes it.
+    /// The generation of the last quiescent point; unlike `state`, it is kept outside a section. Only the owner writes
+    /// it.
     seen: AtomicU64,
     /// The token given to [`Reader::enter`], for [`crate::WaitFor::Reader`].
     token: AtomicUsize,
     /// Whether the reader has an owner.
     owned: AtomicBool,
     attention: Attention,
-    /// The owners' counters. A new owner continues them, because only sums over all readers are used.
+    /// The counters of the reader's owner. They are not reset for a new owner, because only sums over all readers are
+    /// used.
     pub(crate) counters: Counters,
-    /// The pages that the owners' walkers have written. A new owner continues to use the buffer.
+    /// The pages that the page walker of the reader's owner has recorded. A new owner gets the buffer with its
+    /// contents.
     pub(crate) written: WalkerBuffer,
     /// The next reader in the list.
     next: OnceBox<Reader>,
 }
 
 impl Reader {
-    /// Makes a reader that the caller owns; if `owned` is false, one that has no owner. Not inlined, because each
-    /// caller's stack frame would then have space for a reader.
+    /// Makes a reader that the caller owns, or, if `owned` is `false`, a reader without an owner. Not inlined:
+    /// otherwise each caller's stack frame would contain space for a reader.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -135,7 +139,8 @@ impl Reader {
         &self.attention
     }
 
-    /// Makes the caller the owner of the reader, if it has none. Returns whether it did.
+    /// Makes the caller the owner of the reader if the reader has no owner. Returns whether the caller is the owner
+    /// now.
     fn try_own(&self) -> bool {
         !self.owned.load(Relaxed)
             && self
@@ -149,34 +154,36 @@ impl Reader {
         self.state.load(Relaxed) != 0
     }
 
-    /// Begins a reader section. Returns whether the generation was raised since the last quiescent point; if so,
-    /// every translation that the caller has cached is void.
+    /// Begins a reader section. Returns whether the generation was raised since the reader's last quiescent point. If
+    /// so, every translation that the caller has cached is void.
     #[inline]
     pub(crate) fn enter(&self, readers: &Readers, token: usize) -> bool {
         self.token.store(token, Relaxed);
         self.settle(readers)
     }
 
-    /// Ends a reader section. Data that the caller keeps from the section is valid again only if the next
+    /// Ends a reader section. Data that the caller keeps from the section may be used again only if the next
     /// [`Self::enter`] returns `false`.
     #[inline]
     pub(crate) fn leave(&self) {
         self.state.store(0, Release);
     }
 
-    /// Passes a quiescent point in a section. The caller has dropped all pointers and cached translations.
+    /// Passes a quiescent point in a section. The caller must have dropped all pointers and cached translations before.
     pub(crate) fn quiesce(&self, readers: &Readers) {
         self.attention.take(Attention::FLUSH);
         self.settle(readers);
     }
 
-    /// Stores the newest generation in the reader's word. Returns whether it was raised since the last quiescent point.
+    /// Stores the newest generation in the reader's word. Returns whether the generation was raised since the reader's
+    /// last quiescent point.
     #[inline]
     fn settle(&self, readers: &Readers) -> bool {
         self.settle_from(readers, readers.generation.load(SeqCst))
     }
 
-    /// Like [`Self::settle`], but starts from `generation`, which was read before and may be out of date.
+    /// Like [`Self::settle`], but first stores `generation`, which the caller has read before and which may be out of
+    /// date.
     #[inline]
     fn settle_from(&self, readers: &Readers, mut generation: u64) -> bool {
         loop {
@@ -199,16 +206,16 @@ impl Reader {
     }
 }
 
-/// A reader in a section. It gives the right to use the reader exclusively. Dropping it ends the section, and releases
-/// the reader.
+/// A reader in a section. Its owner may use the reader exclusively. Dropping it ends the section and releases the
+/// reader.
 pub(crate) struct Inside<'a> {
     reader: &'a Reader,
-    /// The readers to which the reader is returned, if an operation has borrowed it.
+    /// Where to release the reader, if it was borrowed for an operation. `None` for a [brief section](Readers::brief).
     borrowed_from: Option<&'a Readers>,
 }
 
 impl<'a> Inside<'a> {
-    /// Returns the proof that the reader is in a section.
+    /// Returns a token that proves that the reader is in a section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
         // SAFETY: `self` was made after the reader had entered, by the thread that owns the reader until `self` is
@@ -220,7 +227,7 @@ impl<'a> Inside<'a> {
         self.reader
     }
 
-    /// Ends the section, runs `wait`, and begins another section of the same reader, one of `readers`.
+    /// Ends the section, runs `wait`, and begins another section of the same reader. The reader belongs to `readers`.
     pub(crate) fn outside<R>(&mut self, readers: &Readers, wait: impl FnOnce() -> R) -> R {
         self.reader.leave();
         let result = wait();
@@ -242,12 +249,12 @@ impl Drop for Inside<'_> {
 /// All readers of one VM.
 pub(crate) struct Readers {
     generation: AtomicU64,
-    /// The reader of [brief sections](Self::brief). A thread owns it for one such section.
+    /// The reader of [brief sections](Self::brief). A thread owns it during one such section.
     brief: OnceBox<Reader>,
-    /// A reader for operations alone, so that an operation need not search the list, which may contain a thousand
-    /// vCPUs. An operation that finds this reader in use takes a reader from the list.
+    /// A reader that only operations use, so that an operation need not search the list, which may contain a thousand
+    /// vCPUs' readers. If this reader is in use, an operation takes a reader from the list.
     operation: OnceBox<Reader>,
-    /// The first reader of a list that only grows. A reader without an owner is reused.
+    /// The first reader of the list, which only grows. Readers without an owner are reused.
     first: OnceBox<Reader>,
 }
 
@@ -271,15 +278,15 @@ impl Readers {
         Ok(())
     }
 
-    /// Begins a section for a few instructions that wait for nothing and that ignore [`Attention`]. The caller may
-    /// already be in a section of another reader. `None`: another thread is in the brief section, and there is no
-    /// memory for another reader.
+    /// Begins a *brief section*: for a few instructions that wait for nothing and do not check [`Attention`]. The
+    /// caller may already be in a section of another reader. If another thread is in a brief section, uses another
+    /// reader. `None`: there is no memory for another reader.
     ///
-    /// An operation that borrows a reader exchanges its owner, and then stores the reader's word: two locked
-    /// instructions on x86. Here the word itself shows whether the reader has an owner: the compare-exchange that
-    /// stores the generation succeeds only if the word was 0. The compare-exchange is sequentially consistent, like the
-    /// store in [`Reader::enter`], and the generation is read again after it in the same way. So the argument of the
-    /// module comment holds here, too.
+    /// To borrow a reader, an operation changes the reader's `owned` flag, and then stores the reader's word: two
+    /// locked instructions on x86. A brief section needs only one, because the word itself shows whether the reader is
+    /// in use: the compare-exchange that stores the generation succeeds only if the word is 0. Like the store in
+    /// [`Reader::enter`], it is sequentially consistent, and the generation is read again after it. So the argument of
+    /// the module comment applies here, too.
     #[inline]
     pub(crate) fn brief(&self) -> Option<Inside<'_>> {
         let begin = |reader: &Reader| {
@@ -315,7 +322,7 @@ impl Readers {
         })
     }
 
-    /// Returns a reader for one operation. Release it with [`Readers::release`].
+    /// Returns a reader for one operation. The caller must release it by [`Readers::release`].
     ///
     /// # Errors
     /// [`OutOfMemory`] if no reader is free, and there is no memory for another.
@@ -327,7 +334,7 @@ impl Readers {
         }
     }
 
-    /// Returns a reader that the caller owns. Release it with [`Readers::release`].
+    /// Returns a reader that the caller then owns and must release by [`Readers::release`].
     ///
     /// # Errors
     /// [`OutOfMemory`] if no reader is free, and there is no memory for another.
@@ -338,8 +345,8 @@ impl Readers {
         loop {
             if let Some(reader) = next.get() {
                 if reader.try_own() {
-                    // The client of the last owner may still have the attention word, and may have set bits in it that
-                    // are not for this owner.
+                    // Clear the attention word: the client of the last owner may still have it, and may have set bits
+                    // that are not for the new owner.
                     reader.attention.take(u32::MAX);
                     return Ok(reader);
                 }
@@ -350,18 +357,18 @@ impl Readers {
                 Some(new) => new,
                 None => Reader::new(true)?,
             };
-            // Sequentially consistent, like the readers' words: if a writer does not find the new reader in the list,
-            // the writer has raised the generation before the reader enters.
+            // `set` is sequentially consistent, like the accesses to readers' words: if a writer does not find the new
+            // reader in the list, it has raised the generation before the reader enters.
             match next.set(new) {
                 Ok(reader) => return Ok(reader),
-                // Another thread has added a reader: add this reader after it.
+                // Another thread has added a reader here: continue after it.
                 Err(new) => made = Some(new),
             }
         }
     }
 
-    /// Releases a reader from [`Readers::register`] or [`Readers::borrow`]: ends its section. Afterwards another thread
-    /// may own it.
+    /// Releases a reader from [`Readers::register`] or [`Readers::borrow`]: ends its section, and gives up its
+    /// ownership.
     #[inline]
     pub(crate) fn release(&self, reader: &Reader) {
         reader.leave();
@@ -376,22 +383,23 @@ impl Readers {
         }))
     }
 
-    /// Waits until every reader has passed a quiescent point after this call began, or is outside. Calls `wait(round,
-    /// token)` while it waits for the reader with `token`. Returns the generation that the readers have passed. The
-    /// caller is in no section.
+    /// Waits until every reader has been outside a section, or has passed a quiescent point, since the call began.
+    /// Calls `wait(round, token)` in each round of waiting for the reader with the token `token`. Returns the
+    /// generation that the readers have passed. The caller must be in no section.
     pub(crate) fn synchronize(&self, wait: impl FnMut(u32, usize)) -> u64 {
         self.synchronize_those(|_| true, wait)
     }
 
-    /// Like [`Self::synchronize`], but asks only the readers for whose attention word `wanted` is true, and waits for
-    /// each only while it is true.
+    /// Like [`Self::synchronize`], but sets [`Attention::FLUSH`] only for the readers for whose attention word `wanted`
+    /// returns `true`, and waits for each only as long as `wanted` does.
     pub(crate) fn synchronize_those(
         &self,
         wanted: impl Fn(&Attention) -> bool,
         mut wait: impl FnMut(u32, usize),
     ) -> u64 {
         let generation = self.generation.fetch_add(1, SeqCst) + 1;
-        // Read the list after raising the generation: a reader that is not in the list yet enters the new generation.
+        // Read the list after raising the generation: a reader that is added to the list later enters with the new
+        // generation.
         self.iter().for_each(|reader| {
             if wanted(&reader.attention) && !reader.has_passed(generation) {
                 reader.attention.raise(Attention::FLUSH);
@@ -408,7 +416,7 @@ impl Readers {
     }
 
     /// Returns the lowest generation of a [`Readers::synchronize`] that begins after this call. When all readers have
-    /// passed it, no reader uses data that was removed before this call.
+    /// passed this generation, no reader uses data that was removed before this call.
     pub(crate) fn next_generation(&self) -> u64 {
         self.generation.load(SeqCst) + 1
     }
@@ -418,7 +426,7 @@ impl Readers {
         self.iter().all(|r| r.has_passed(generation))
     }
 
-    /// Returns whether any reader is in a section: for checks that need a quiet VM.
+    /// Returns whether any reader is in a section: for checks that are valid only if no reader is active.
     pub(crate) fn any_inside(&self) -> bool {
         self.iter().any(Reader::is_inside)
     }
@@ -426,8 +434,8 @@ impl Readers {
 
 impl Drop for Readers {
     fn drop(&mut self) {
-        // Drop the readers one by one: if the first were dropped with the whole list, each would be dropped by a nested
-        // call, and that many calls may overflow the stack.
+        // Drop the readers one by one: dropping the first reader would drop the others in nested calls, which could
+        // overflow the stack.
         let mut next = self.first.take();
         while let Some(mut reader) = next {
             next = reader.next.take();
@@ -481,7 +489,7 @@ mod tests {
             one.quiesce(&readers);
         });
         assert_eq!(other.attention.flag().load(SeqCst), 0, "it was not asked");
-        // `synchronize` waits for both readers, too.
+        // `synchronize`, in contrast, waits for both readers.
         let mut asked = 0;
         readers.synchronize(|_, token| {
             asked += token;
@@ -525,7 +533,7 @@ mod tests {
         assert!(sections.iter().any(Option::is_none));
         drop(sections);
         assert!(!readers.any_inside());
-        // Both readers are free again.
+        // Both readers are free again, so the brief section uses its own reader.
         assert!(readers.brief().unwrap().borrowed_from.is_none());
         readers.synchronize(|_, _| panic!("waited"));
         assert_eq!(readers.iter().count(), 2);
@@ -537,7 +545,8 @@ mod tests {
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
         reader.leave();
-        // The reader has read the generation, and has not stored it yet. So the writer finds no reader in a section.
+        // Simulate a reader that has read the generation but not stored it yet: the writer finds no reader in a
+        // section.
         let before = readers.generation.load(SeqCst);
         let after = readers.synchronize(|_, _| panic!("waited"));
         assert!(reader.settle_from(&readers, before));

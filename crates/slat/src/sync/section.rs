@@ -1,10 +1,10 @@
 use core::marker::PhantomData;
 
-/// A zero-sized proof that a reader is in a section for as long as `'s` lasts.
+/// A zero-sized token that proves that a reader is in a section as long as `'s` lasts.
 ///
-/// The owner of a reader returns the proof for as long as the owner is borrowed. Every method that ends the section (by
-/// leaving, quiescing, or waiting outside) borrows the owner mutably. So a reference that was reached with the proof
-/// cannot be used after the section:
+/// The token borrows the owner of the reader. Every method that ends the section (by leaving, quiescing, or waiting
+/// outside) borrows the owner mutably. So a reference that was obtained with the token cannot be used after the
+/// section:
 ///
 /// ```compile_fail,E0502
 /// # #[allow(dead_code)]
@@ -44,24 +44,24 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// The proof does not name the VM of the reader: the only operation on two VMs, making a clone ([`crate::vm`]), is in a
-/// section of one of the two only.
+/// The token does not tell to which VM the reader belongs. It need not: the only operation on two VMs, making a clone
+/// ([`crate::vm`]), is in a section of only one of them at a time.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 
 impl InSection<'_> {
-    /// Makes a proof that the caller is in a reader section.
+    /// Makes a token for a caller that is in a reader section.
     ///
     /// # Safety
-    /// - as long as the result is used, a reader of the VM in question stays in its current section: it neither leaves
-    ///   nor quiesces.
+    /// - As long as the result is used, a reader of the VM whose data is accessed stays in its current section: it
+    ///   neither leaves nor quiesces.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
         InSection(PhantomData)
     }
 }
 
-/// A value that readers access without a lock. Access needs the proof that the caller is in a section.
+/// A value that readers access without a lock. Access requires an [`InSection`].
 pub(crate) struct Guarded<T>(T);
 
 impl<T> Guarded<T> {
@@ -69,13 +69,13 @@ impl<T> Guarded<T> {
         Guarded(value)
     }
 
-    /// Returns the value, for as long as the section lasts.
+    /// Returns a reference to the value, which can be used as long as the section lasts.
     #[inline(always)]
     pub(crate) fn get<'s>(&'s self, _: InSection<'s>) -> &'s T {
         &self.0
     }
 
-    /// Returns the value mutably, for an owner that no reader can reach yet.
+    /// Returns a mutable reference to the value: `&mut self` shows that no reader has a reference to it.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         &mut self.0
     }

@@ -1,5 +1,5 @@
-//! A lock for short critical sections that never wait: changes of the entries of one table, or of the range of an
-//! invalidation.
+//! A lock for short critical sections that never wait: changes of the entries of one table, or of the hull of
+//! invalidations in progress.
 //!
 //! The holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks this). So no
 //! deadlock is possible, and a waiter may spin.
@@ -10,7 +10,7 @@ use core::ops::{Deref, DerefMut};
 use super::held;
 use crate::sync::atomic::{AtomicU32, Ordering::*, Watch, const_fn};
 
-/// The bare lock word, without the data it protects.
+/// A spin lock without the data that it protects.
 pub(crate) struct RawSpinLock {
     word: AtomicU32,
     /// Represents the protected data for loom.
@@ -27,7 +27,7 @@ impl RawSpinLock {
         }
     }
 
-    /// Takes the lock; calls `wait(round)` while another thread holds it.
+    /// Takes the lock. As long as another thread holds it, calls `wait(round)`.
     #[inline]
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) -> RawSpinGuard<'_> {
         if !self.try_lock() {
@@ -47,8 +47,9 @@ impl RawSpinLock {
 
     /// Waits for the lock and takes it.
     ///
-    /// Each read of the word takes its cache line from the holder, and that line often contains the data that the
-    /// holder is changing. So a waiter reads rarely. The price: the holder may take the lock several times in a row.
+    /// Each read of the lock word takes its cache line away from the holder, and that line often contains the data that
+    /// the holder is changing. So a waiter reads the word rarely. The price is that one thread may take the lock
+    /// several times before a waiter gets it.
     #[cold]
     #[inline(never)]
     fn lock_slowly(&self, wait: &mut dyn FnMut(u32)) {
@@ -57,8 +58,8 @@ impl RawSpinLock {
             for _ in 0..Self::FEWEST_PAUSES << round.min(Self::DOUBLINGS) {
                 core::hint::spin_loop();
             }
-            // Relaxed would be enough. But a model checker would return old values forever, and for a waiter the newest
-            // value costs little.
+            // Relaxed would be enough. But in the model checker loom, such a load may return an old value forever. A
+            // sequentially consistent load does not, and costs little.
             if self.word.load(SeqCst) != 0 {
                 held::assert_none("to wait for a spin lock");
                 wait(round);
@@ -69,9 +70,9 @@ impl RawSpinLock {
         }
     }
 
-    /// The number of pauses before the first read.
+    /// The number of spin-loop pauses before the first read of the lock word.
     const FEWEST_PAUSES: u32 = 8;
-    /// The number of rounds that double the number of pauses.
+    /// The number of rounds in which the number of pauses doubles.
     const DOUBLINGS: u32 = 3;
 }
 
@@ -94,7 +95,7 @@ pub(crate) struct SpinLock<T> {
     data: UnsafeCell<T>,
 }
 
-// SAFETY: the data is reached only through a guard, and the lock admits one guard at a time.
+// SAFETY: the data is accessed only through a guard, and only one guard exists at a time.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> SpinLock<T> {
@@ -105,7 +106,7 @@ impl<T> SpinLock<T> {
         }
     }
 
-    /// Takes the lock; calls `wait(round)` while another thread holds it.
+    /// Takes the lock. As long as another thread holds it, calls `wait(round)`.
     pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> SpinGuard<'_, T> {
         SpinGuard {
             _held: self.raw.lock(wait),

@@ -1,5 +1,5 @@
 //! The buffer that the page walker of a software CPU fills with the pages whose dirty bits it has set. `vm/drain.rs`
-//! says who drains it, and why.
+//! explains how it is used.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -8,14 +8,15 @@ use super::{OnceBox, SpinLock};
 use crate::addr::Gfn;
 use crate::heap::{self, OutOfMemory};
 
-/// The buffer of one CPU. The CPU makes it when its walker first needs it.
+/// The buffer of one software CPU, which is allocated when its page walker first needs it.
 pub(crate) type WalkerBuffer = OnceBox<SpinLock<WrittenPages>>;
 
-/// The entries of a buffer; there are at most [`WrittenPages::MOST`].
+/// The contents of a buffer: the number of the address space and the page of each entry, at most [`WrittenPages::MOST`]
+/// entries.
 pub(crate) struct WrittenPages(Vec<(u16, Gfn)>);
 
 impl WrittenPages {
-    /// The number of entries in an Intel PML buffer.
+    /// The largest number of entries: as many as in an Intel PML buffer.
     pub(crate) const MOST: usize = if cfg!(loom) { 1 } else { 512 };
 
     /// Makes an empty buffer.

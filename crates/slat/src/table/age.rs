@@ -1,27 +1,28 @@
-//! Aging: reads and clears accessed bits without a lock, like KVM since Linux 6.15. So a host that looks for unused
-//! memory delays no fault.
+//! Aging: reads and clears accessed bits without a lock, like KVM since Linux 6.15. So a host that searches for unused
+//! memory does not delay faults.
 //!
 //! # Why no lock is needed
 //! Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry. If the entry has changed since it
 //! was read, the exchange fails and nothing changes.
 //!
-//! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed
-//!   meanwhile is not freed before the section ends; a cleared bit in its leaves has no effect.
-//! * *Entries.* Only leaves, including broken ones, are changed. An entry that was zapped, split or collapsed since the
-//!   read has other bits, so the exchange fails. So an entry that refers to a table keeps all its bits, and a cleared
-//!   entry still names its flush. If the same bits were stored again in between, they mean the same leaf.
-//! * *The holder of the table's lock* may have read the entry before the bit was cleared, and may then store a value
-//!   computed from it ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again, and the page
-//!   looks used once more. No dirty bit is lost by that. The holder uses a plain store only if the leaf is settled
-//!   ([`Format::is_settled`]), or does not need dirty bits. A settled leaf is already dirty, or not writable, so a
-//!   walker can only add the accessed bit. Otherwise the holder uses an exchange, which fails, and reads again, as when
-//!   a walker sets a bit.
-//! * *Walkers in hardware* set bits by atomic operations. If a walker sets a bit in the leaf between the load and the
-//!   exchange, the exchange fails. The next exchange keeps the dirty bit.
-//! * *Another thread that ages* may try to exchange the same bits. One of the two threads succeeds, and counts the
-//!   leaf.
+//! * *Tables.* The caller is in a reader section, and reaches tables like any walker. If a table is detached meanwhile,
+//!   it is not freed before the section ends, and clearing a bit in its leaves has no effect.
+//! * *Entries.* Aging changes only leaves, including broken ones (leaves that break-before-make has made invalid). If
+//!   an entry was zapped, split or collapsed since it was read, it has other bits, so the exchange fails. So aging
+//!   never changes an entry that refers to a table, or a cleared entry, which names its flush. If the same bits were
+//!   stored again in between, they mean the same leaf.
+//! * *The holder of the table's lock* may have read the entry before the accessed bit was cleared, and may then store a
+//!   value computed from the old bits ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again,
+//!   and the page looks used. No dirty bit is lost: the holder uses a plain store only if dirty bits are not used, or
+//!   if the leaf is settled ([`Format::is_settled`]): already dirty, or not writable, so that a walker can only add the
+//!   accessed bit. Otherwise the holder uses a compare-exchange, which fails, and reads the entry again, as when a
+//!   walker sets a bit.
+//! * *Hardware page walkers* set bits by atomic operations. If a walker sets a bit in the leaf after aging has read the
+//!   entry, the exchange fails, and the next attempt keeps the dirty bit.
+//! * *Another thread that ages* may try to exchange the same bits. Only one of the two threads succeeds, and counts the
+//!   leaf as used.
 //!
-//! The MMU of shadow pages finds leaves by its lists, which change under its lock, so it ages under that lock
+//! The MMUs of shadow pages find leaves by their lists, which change under their lock, so they age under this lock
 //! ([`ByGfn::age`](super::ByGfn)).
 
 use core::ops::Range;
@@ -58,7 +59,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
-    /// Ages the leaves for `range` in the table of `level` in `frame`, and in the tables below it.
+    /// Ages the leaves for `range` in the table of `level` in frame `frame`, and in the tables below it.
     fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
         if level == Level::PAGE {
@@ -73,7 +74,7 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
             }
             self.walk.visits();
             let entry = table.entry(F::GRANULE.index(gfn, level));
-            // `Acquire`: if the entry refers to a new table, this thread sees the entries of the table, too.
+            // `Acquire`: if the entry refers to a new table, this thread also sees the entries of that table.
             match F::next_table(entry.load(Acquire), level) {
                 Some(lower) => self.table(lower, level.below(), below)?,
                 None => self.entries(slice::from_ref(entry), gfn, level),
@@ -100,7 +101,7 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
         }
     }
 
-    /// Ages the leaves among adjacent `entries` of `level`; the first is for `gfn`.
+    /// Ages the leaves among the adjacent entries `entries` of `level`. The first entry is for `gfn`.
     #[inline(always)]
     fn entries(&mut self, entries: &[AtomicU64], gfn: Gfn, level: Level) {
         let (mut mapped, mut young) = (0, 0);
@@ -134,7 +135,7 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     }
 }
 
-/// Whether all `entries`, of `level`, are unused leaves. This is the most common case.
+/// Whether all `entries`, which are of `level`, are leaves that were not used: the most common case.
 #[inline(always)]
 fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
     entries.iter().fold(true, |all, entry| {
@@ -158,7 +159,7 @@ fn is_table<F: Format>(bits: u64, level: Level) -> bool {
     level > Level::PAGE && F::next_table(bits, level).is_some()
 }
 
-/// Clears the accessed bit of the leaf of `level` in `entry`, if it is set. Returns whether it was.
+/// Clears the accessed bit of the leaf of `level` in `entry`, if it is set. Returns whether the bit was set.
 fn clear<F: Format>(entry: &AtomicU64, level: Level) -> bool {
     let mut bits = entry.load(Relaxed);
     loop {

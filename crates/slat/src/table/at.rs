@@ -1,4 +1,4 @@
-//! An entry that a walk visits, and the operations on it, which are the same for every MMU.
+//! A page-table entry that a walk visits, and the operations on the entry, which are the same for every MMU.
 
 use core::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::format::{Entry, Format};
 use crate::frame::TableMeta;
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 
-/// A visited entry. The walk holds the lock of its table.
+/// A visited entry. The walk holds the lock of the table that contains it.
 pub(crate) struct At<'t> {
     pub(crate) entry: &'t AtomicU64,
     pub(crate) meta: &'t TableMeta,
@@ -19,25 +19,25 @@ pub(crate) struct At<'t> {
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
-    /// Whether an entry on the path was write-protected ([`super::protect`]) when the walk passed that entry.
+    /// Whether an entry on the path to the table was write-protected ([`super::protect`]) when the walk passed it.
     pub(crate) below_protected: bool,
 }
 
-/// The MMU's record of the entries of a table: a count of leaves, or lists of entries.
+/// How the MMU keeps track of the entries of a table.
 #[derive(Clone, Copy)]
 pub(crate) enum Kept<'t> {
-    /// The record of which entries of the table were cleared.
+    /// In a tree: records the entries of the table that the walk has cleared.
     Cleared(&'t Cleared),
-    /// The MMU lists the entries.
+    /// In an MMU of shadow pages: entries are in lists.
     Listed(&'t dyn Listed),
 }
 
-/// A visited entry of an MMU that lists its entries, and whose lock is held. Each method is passed the entry that is
-/// visited.
+/// The operations of an MMU of shadow pages, which keeps entries in lists, on the entry that is visited. The MMU's lock
+/// is held.
 pub(crate) trait Listed {
     /// Implements [`At::is_shadowed`].
     fn is_shadowed(&self) -> bool;
-    /// Removes the leaf or MMIO entry from its list. Call after clearing it.
+    /// Removes the leaf or MMIO entry from its list. Call after clearing the entry.
     fn unlist(&self);
     /// Implements [`ByGfn::detach`](super::ByGfn::detach).
     fn detach(&self, lower: Pfn, detached: &mut Detached);
@@ -46,19 +46,19 @@ pub(crate) trait Listed {
 }
 
 impl At<'_> {
-    /// Returns the meaning of [`bits`](Self::bits) on the path to the entry.
+    /// Returns the meaning of [`bits`](Self::bits). If the path to the entry is write-protected, a leaf is, too.
     #[inline]
     pub(crate) fn decode<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.below_protected)
     }
 
-    /// Returns whether the entry is in a tree, and not in a shadow page.
+    /// Returns whether the entry is in a tree; if not, it is in a shadow page.
     pub(crate) fn is_in_tree(&self) -> bool {
         matches!(self.kept, Kept::Cleared(_))
     }
 
-    /// Returns whether walkers may reach the entry by addresses that the guest's own tables translate. Such walkers do
-    /// not know the frame.
+    /// Returns whether the entry is in a shadow page of a guest table. Then walkers do not translate guest frames by
+    /// it, and so do not know the frame.
     pub(crate) fn is_shadowed(&self) -> bool {
         match self.kept {
             Kept::Cleared(_) => false,
@@ -77,14 +77,14 @@ impl At<'_> {
         self.cleared::<F>();
     }
 
-    /// Clears the entry, which is a leaf, and returns its bits, including those that hardware has set up to now.
+    /// Clears the entry, which is a leaf, and returns its bits, including those that hardware has set until then.
     pub(crate) fn take<F: Format>(&self) -> u64 {
         let bits = self.entry.swap(F::cleared(0), AcqRel);
         self.cleared::<F>();
         bits
     }
 
-    /// Updates the table's records after the entry was cleared.
+    /// Updates what the MMU knows of the table's entries. Call after clearing the entry.
     fn cleared<F: Format>(&self) {
         match self.kept {
             Kept::Cleared(cleared) if F::BREAK_BEFORE_MAKE => {
@@ -96,18 +96,18 @@ impl At<'_> {
         self.leaf_removed::<F>();
     }
 
-    /// Reduces the table's count of leaves by one, if the cleared entry was a leaf. The entry was a leaf or referred to
-    /// a table.
+    /// Reduces the table's count of leaves by one if the entry was a leaf (and did not refer to a table). Call after
+    /// clearing or replacing the entry.
     fn leaf_removed<F: Format>(&self) {
         if F::next_table(self.bits, self.level).is_none() {
             self.meta.count_leaves(-1);
         }
     }
 
-    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; contains the
-    /// entry's new bits.
+    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf since `old` was
+    /// read; contains the entry's new bits.
     ///
-    /// `Release`: a walker that sees the new table sees its entries, too.
+    /// Uses `Release`, so that a walker that sees the new table also sees its entries.
     pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
         self.entry
             .compare_exchange(old, table, Release, Relaxed)
@@ -122,13 +122,13 @@ impl At<'_> {
         }
     }
 
-    /// Overwrites the entry with `bits`. Accessed and dirty bits that a walker sets at the same time are lost.
+    /// Overwrites the entry with `bits`. Accessed and dirty bits that a walker sets at the same time may be lost.
     pub(crate) fn put(&self, bits: u64) {
         overwrite(self.entry, bits, Relaxed);
     }
 
-    /// Applies `change` to the leaf in the entry. No bit that a walker sets at the same time is lost. But an accessed
-    /// bit that aging clears meanwhile without the lock ([`super::age`]) may be set again.
+    /// Applies `change` to the leaf in the entry. No dirty bit that a walker sets at the same time is lost. An accessed
+    /// bit that aging clears at the same time, without the lock ([`super::age`]), may be set again.
     pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
         if F::is_settled(self.bits) {
             overwrite(self.entry, change(self.bits), Relaxed);

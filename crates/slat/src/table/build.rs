@@ -7,11 +7,11 @@ use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::Relaxed;
 
-/// Fills an empty tree.
+/// Fills an empty tree with leaves.
 pub(crate) struct TableBuilder<'t, P: Platform, F: Format> {
     tree: &'t mut Tree<P, F>,
     frames: FrameCache,
-    /// The table that has received the last leaf, with the first frame that it maps and its level.
+    /// The table that contains the last leaf: the first guest frame that it maps, its level, and its frame.
     last: Option<(Gfn, Level, Pfn)>,
     /// The number of leaves in the tree, by level.
     leaves: LeafCounts,
@@ -28,7 +28,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         }
     }
 
-    /// Makes sure that [`Self::put`] has tables for at least one leaf. Do not call it under a table's lock.
+    /// Makes sure that [`Self::put`] has tables for at least one leaf. Do not call this under a table's lock.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -40,11 +40,11 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         }
     }
 
-    /// The most tables that one leaf can need.
+    /// The largest number of new tables that one leaf can need.
     const MOST: usize = F::TOP.0 as usize - 1;
 
-    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false`, and does nothing, if the prepared tables may
-    /// be too few.
+    /// Stores `bits` as the leaf of `level` for `gfn`. If the prepared tables may not suffice, does nothing and returns
+    /// `false`.
     pub(crate) fn put(&mut self, gfn: Gfn, level: Level, bits: u64) -> bool {
         let first = F::GRANULE.align_down(gfn, Level(level.0 + 1));
         let frame = match self.last {
@@ -54,7 +54,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         };
         self.last = Some((first, level, frame));
         let table = self.tree.table(frame);
-        // Relaxed: the whole tree is published later, with the VM.
+        // Relaxed: the tree is published later, together with the VM.
         table
             .entry(F::GRANULE.index(gfn, level))
             .store(bits, Relaxed);
@@ -63,7 +63,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         true
     }
 
-    /// Returns the table of `level` on the path to `gfn`, after adding missing tables.
+    /// Returns the table of `level` on the path to `gfn`, and adds missing tables on this path.
     fn table_for(&mut self, gfn: Gfn, level: Level) -> Pfn {
         loop {
             let found = self.tree.find_at(gfn, level);

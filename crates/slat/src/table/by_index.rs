@@ -1,12 +1,12 @@
-//! Tables by index: the interface for vCPUs.
+//! The interface to an MMU's tables by index, for vCPUs.
 //!
-//! A page walker begins at a root and uses a part of the index at each level. The root and the kind of index depend on
-//! the MMU: a second-level walker has one root and translates guest frames. The walker of a shadow table has a root for
-//! each address space of the guest and translates virtual pages. The other interface, [by gfn](super::by_gfn), is for
-//! operations that come from the host, which knows neither roots nor indexes.
+//! A page walker begins at a root table, and at each level a part of the *index*, a page number, selects the entry. The
+//! root and the kind of page number depend on the MMU: a second-level walker has one root and translates guest frames.
+//! The walker of a shadow table has a root for each address space of the guest and translates virtual pages. The other
+//! interface, [by gfn](super::by_gfn), is for operations that the host requests, which concern frames.
 //!
-//! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). [`super::map`] installs entries in a
-//! tree.
+//! Look-ups are the same for every MMU, because page walkers are the same ([`super::lookup`]). [`super::map`] installs
+//! entries in a tree.
 
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf, can_shadow};
@@ -15,44 +15,44 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 /// The result of an install ([`Tree::map`](super::Tree::map)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Installed {
-    /// The leaf is in an entry that was absent.
+    /// The leaf was installed in an entry that was absent.
     New,
-    /// The rights of the new leaf were added to an existing leaf for the same page. That needs no flush.
+    /// An existing leaf for the same page got the rights of the new leaf in addition. This needs no flush.
     Widened,
-    /// An existing leaf for the same page already has all these rights: another vCPU was faster.
+    /// An existing leaf for the same page already had all these rights: another vCPU was faster.
     Spurious,
 }
 
-/// The reason why nothing was installed. The fault does what the variant says, and begins again.
+/// The reason why nothing was installed. The fault must do what the variant's comment says, and then begin again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
     /// `valid` returned `false`: wait for the end of the cause (an invalidation, or a slot's move or deletion), and
-    /// look up again.
+    /// look up slot and page again.
     Stale,
-    /// The frames or records that were allocated in advance are used up. The fault allocates more.
+    /// The frames or records that were allocated in advance are used up: allocate more.
     Unprepared,
-    /// The entry, in the region of this level, is a leaf for another page, or refers to a table of smaller leaves; or
-    /// there is a larger leaf on the path that the caller did not want to split. A range operation zaps it, which also
-    /// moves dirty bits to the log.
+    /// The entry of this level is a leaf for another page, or refers to a table of smaller leaves, or is a larger leaf
+    /// that the caller did not want to split: zap the region of this level by a range operation, which also moves dirty
+    /// bits to the dirty log.
     Conflict(Level),
-    /// A huge leaf of this level on the path was broken (break-before-make): flush, and then call
-    /// [`ByGfn::mend`](super::ByGfn::mend) to install its pieces.
+    /// This thread has broken a huge leaf of this level on the path (break-before-make): flush, and then call
+    /// [`ByGfn::mend`](super::ByGfn::mend), which installs its pieces.
     MustMend(Level),
-    /// Another thread has broken a leaf on the path: wait until it has mended it.
+    /// Another thread has broken a leaf on the path: wait until that thread has replaced it by a valid entry.
     Broken,
-    /// The entry, in the region of this level, was cleared and is not flushed yet (break-before-make): flush the
+    /// The entry of this level was cleared, and its old translation is not flushed yet (break-before-make): flush its
     /// region.
     Unflushed(Level),
-    /// A table of the guest on the path was protected and is not flushed yet: flush these tables.
+    /// Guest tables on the path were write-protected, and this is not flushed yet: flush their frames.
     Unprotected,
-    /// From now on the MMU notices stores to the guest's tables on the path. It has not noticed earlier stores: read
-    /// the tables again.
+    /// The MMU has just begun to notice stores to a guest table on the path, and may have missed earlier ones: read the
+    /// guest's tables again.
     Tracked,
-    /// An entry is about to refer to the page of this level for the first time: first compare the page with the guest's
-    /// table. Entries read from the other tables remain valid.
+    /// An entry would refer to an unsynced shadow page of this level: first compare the shadow page with the guest's
+    /// table. What was read from other guest tables remains valid.
     Unsynced(Level),
-    /// An entry of this level on the path does not match the guest's tables now, or is a leaf for another page: have it
-    /// zapped.
+    /// An entry of this level on the path does not match the guest's tables any more, or is a leaf for another page:
+    /// zap it.
     Replaced(Level),
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// Returns the frame that a second-level walker translates by this key.
+    /// Returns the frame that a second-level walk with this key translates.
     #[inline(always)]
     pub(crate) fn gfn(self) -> Gfn {
         self.index.as_gfn()
@@ -87,8 +87,8 @@ impl Root {
         self.0.frame()
     }
 
-    /// Returns the level of the root table. For a format that cannot shadow tables, it is the top level, which the
-    /// compiler knows.
+    /// Returns the level of the root table. For a format that cannot shadow tables, it is always the top level, which
+    /// the compiler then knows.
     #[inline(always)]
     pub(crate) fn level<F: Format>(self) -> Level {
         if can_shadow::<F>() {
@@ -99,8 +99,9 @@ impl Root {
     }
 }
 
-/// A table: its frame and its level, in one word. A fault copies walks, which contain such words; a struct with a field
-/// of one byte would be copied in pieces, which a CPU cannot load before it has stored all of them.
+/// A table's frame and level, packed in one word. A fault copies walks, which contain such words. With a separate field
+/// of one byte, the struct would be stored in parts and then loaded as a whole, which makes a CPU wait for all the
+/// stores.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Leveled(u64);
 
@@ -123,31 +124,32 @@ impl Leveled {
     }
 }
 
-/// The entry at which a walk without locks has ended.
+/// The page-table entry at which a walk without locks has ended.
 pub(crate) struct Found<'t> {
     pub(super) entry: &'t AtomicU64,
     pub(crate) bits: u64,
     pub(crate) level: Level,
-    /// The frame of the table that holds the entry.
+    /// The frame of the table that contains the entry.
     pub(crate) table: Pfn,
-    /// The bits that all entries on the path to the table have.
+    /// The bits that are set in all entries on the path to the table.
     pub(super) above: u64,
 }
 
 impl Found<'_> {
-    /// Returns the meaning of the entry on its path: a leaf below a write-protected entry is write-protected. Never
-    /// returns [`Entry::Table`].
+    /// Returns the meaning of the entry. A leaf below a write-protected entry is write-protected. Never returns
+    /// [`Entry::Table`].
     #[inline]
     pub(crate) fn entry<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.is_protected::<F>())
     }
 
-    /// Like [`Self::entry`], for an entry of level 1: returns the leaf. Decodes only the bits that the caller uses.
+    /// Like [`Self::entry`], but for an entry of level 1: returns the leaf, or `None` if the entry is absent. The
+    /// compiler decodes only the bits that the caller uses.
     #[inline(always)]
     pub(crate) fn page<F: Format>(&self) -> Option<Leaf> {
         debug_assert_eq!(self.level, Level::PAGE, "an entry of a higher level");
-        // An entry of this level that is not absent is a leaf: it cannot refer to a table, and leaves of this level are
-        // not broken.
+        // At level 1 an entry that is not absent is a leaf: it cannot refer to a table, and break-before-make breaks
+        // only huge leaves.
         (!F::is_absent(self.bits)).then(|| {
             let leaf = F::decode_leaf(self.bits);
             let write = leaf.write && !self.is_protected::<F>();
@@ -166,7 +168,8 @@ impl Found<'_> {
         F::is_protected(self.above)
     }
 
-    /// Returns the leaf in the entry, if its path allows `access` and the bits that the access would set are set.
+    /// Returns the leaf in the entry if it is *ready* for `access`: the leaf and the path to it allow the access, and
+    /// the accessed and dirty bits that the access would set are already set.
     #[inline(always)]
     pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
         let (set, clear) = F::ready(access);
@@ -175,17 +178,17 @@ impl Found<'_> {
         ready.then(|| F::decode_leaf(bits))
     }
 
-    /// Returns the table that contains the entry, for a paging-structure cache. `None`: the path is write-protected,
-    /// which a look-up that begins at the table would not see.
+    /// Returns the table that contains the entry, for a paging-structure cache. `None`: the path to the table is
+    /// write-protected, which a look-up that begins at the table would not notice.
     #[inline(always)]
     pub(crate) fn to_remember<F: Format>(&self) -> Option<Pfn> {
         (!self.is_protected::<F>()).then_some(self.table)
     }
 
     /// Sets the accessed bit, and the dirty bit if `write`, like a page walker that uses the leaf: without a lock, and
-    /// only if the entry is unchanged. Returns `false` if the entry has changed: walk again. Uses `Release`: the CPU
-    /// records the dirty bit in a buffer, and a thread that sees the bit also sees that this buffer is locked
-    /// (`vm/drain.rs`).
+    /// only if the entry has not changed since it was read. Returns `false` if it has changed: walk again. Uses
+    /// `Release`: the caller may hold the lock of its buffer for dirty pages, and a thread that sees the dirty bit must
+    /// also see that this lock is held (`vm/drain.rs`).
     #[inline]
     pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
         let marked = F::mark(self.bits, write);

@@ -1,4 +1,4 @@
-//! The changes that range operations make to a tree, by gfn.
+//! Implements for a tree the changes that range operations make ([`ByGfn`]).
 
 use alloc::string::String;
 
@@ -86,8 +86,8 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 
     fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
         let bits = F::leaf(leaf, at.level);
-        // No entry is cleared: until the flush, a walker uses either the leaf or the table, and both have the same
-        // meaning.
+        // The entry is not cleared in between: until the flush, a walker uses either the table or the leaf, and both
+        // map the same pages.
         let (bits, collapse) = match F::BREAK_BEFORE_MAKE {
             true => (F::broken(bits), Collapse::Broken),
             false => (bits, Collapse::InPlace),
@@ -107,7 +107,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
             return true;
         }
         let guard = self.table(found.table).lock();
-        // The leaf's rights may have changed since it was broken.
+        // Decode the leaf again: its rights may have changed since it was broken.
         let Entry::Broken(leaf) = F::decode(found.entry.load(Relaxed), level) else {
             return true;
         };
@@ -140,7 +140,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Traces the zap of the entry `at`. Call after the entry was cleared.
+    /// Reports the zap of the entry `at` as an event. Call after the entry was cleared.
     #[inline(always)]
     fn trace_zap(&self, at: &At<'_>) {
         self.platform.trace(Event::SpteZapped {
@@ -150,7 +150,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// Like [`ByGfn::check`], for the table of `level` in `frame` and those below it.
+    /// Like [`ByGfn::check`], but only for the table of `level` in frame `frame`, and the tables below it.
     fn check_below(&self, frame: Pfn, level: Level) -> Result<(), String> {
         let table = self.table(frame);
         let guard = table.lock();
@@ -164,8 +164,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 impl<P: Platform, G: Format> Table<'_, P, G> {
-    /// Checks that the table, which has `level` and entries of `F`, and whose lock is held, counts its leaves
-    /// correctly.
+    /// Checks that the table's metadata contain the correct number of leaves. The table is of `level`, with entries of
+    /// `F`, and its lock is held.
     ///
     /// # Errors
     /// A message with both numbers: the count in the metadata, and the number of leaves in the table.

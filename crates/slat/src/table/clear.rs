@@ -1,6 +1,6 @@
-//! Clears entries, and decides when a valid entry may be installed there again.
+//! Clears entries, and decides when a valid entry may be installed in a cleared entry again.
 //!
-//! The module comment of [`super`], "Break-before-make", explains why this is right. On formats that do not require
+//! The module comment of [`super`], "Break-before-make", explains why this is correct. On formats that do not require
 //! break-before-make, a cleared entry is 0, and all checks here are compiled away.
 
 use crate::sync::atomic::Ordering::*;
@@ -12,13 +12,14 @@ use crate::format::Format;
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Returns whether a thread that has done the flush `own` may install a valid entry over the entry of `level` for
-    /// `gfn`, which contains `bits`. An install without the table's lock must use an exchange that compares the entry
-    /// with `bits`.
+    /// Returns whether a thread whose own last flush is `own` may replace the entry of `level` for `gfn`, which
+    /// contains `bits`, by a valid entry. An install without the table's lock must use an exchange that compares the
+    /// entry with `bits`.
     #[inline]
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        // A cleared entry that does not name its flush yet is visible only without the lock. It passes this check, but
-        // then the exchange with `bits`, under the lock, fails.
+        // An entry that was just cleared does not name its flush yet. Only a thread without the lock can see it in this
+        // state. It passes this check, but the later exchange, which compares the entry with `bits` under the lock,
+        // fails.
         F::cleared_by(bits).is_none_or(|number| {
             !self
                 .flushes
@@ -26,22 +27,23 @@ impl<P: Platform, F: Format> Tree<P, F> {
         })
     }
 
-    /// Stores in the metadata of `table` which flush its last broken leaf needs. Call after breaking a leaf in
-    /// `table`, while its lock is held.
+    /// Stores in the metadata `table` the number of the flush that the last broken leaf of the table needs. Call after
+    /// breaking a leaf, while the table's lock is held.
     pub(super) fn broke(&self, table: &TableMeta) {
         table.broken.store(self.flushes.next(), Relaxed);
     }
 
-    /// Returns whether this thread, which has done the flush `own` after it broke the leaf of `level` at `gfn`, may
-    /// mend it. The caller holds the lock of `table`, which contains the leaf.
+    /// Returns whether a thread may replace the broken leaf of `level` for `gfn` by a valid entry: whether its own
+    /// flush `own` suffices. The caller holds the lock of the table that contains the leaf and has the metadata
+    /// `table`.
     pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         !F::BREAK_BEFORE_MAKE
             || own.covers(&F::GRANULE.block(gfn, level), table.broken.load(Relaxed))
     }
 }
 
-/// A range of indexes that contains all entries of a table that were cleared since its lock was taken; empty if there
-/// are none.
+/// A range of indexes that contains all entries of a table that were cleared since its lock was taken. It is empty if
+/// none was cleared.
 pub(crate) struct Cleared {
     first: Cell<usize>,
     end: Cell<usize>,
@@ -55,8 +57,8 @@ impl Cleared {
     }
 }
 
-/// A table whose lock a walk holds. Before the walk releases the lock, all entries that it has cleared get the number
-/// of their flush.
+/// A table whose lock a walk holds. Before the lock is released, the number of the flush is stored in all entries that
+/// the walk has cleared.
 pub(super) struct LockedTable<'w, P: Platform, F: Format> {
     tree: &'w Tree<P, F>,
     table: Table<'w, P, F>,

@@ -1,4 +1,4 @@
-//! Tables that were removed from an MMU and wait for the flush after which they are freed.
+//! Tables that were removed from an MMU, and that will be freed after a flush.
 
 use super::{LeafCounts, Table, TableFrames};
 use crate::addr::{Level, Pfn};
@@ -6,14 +6,14 @@ use crate::format::{Entry, Format};
 use crate::platform::{Platform, ZappedLeaf};
 use crate::sync::atomic::Ordering::Relaxed;
 
-/// The leaves and tables that were freed together.
+/// Counts of leaves and tables that were freed together.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Freed {
-    /// Leaves by level.
+    /// The number of leaves, by level.
     pub(crate) leaves: LeafCounts,
-    /// The number of level 1 tables that existed because of NX.
+    /// The number of level 1 tables that existed only because of `nx_huge_pages`.
     pub(crate) nx_splits: u64,
-    /// The number of tables of shadow pages.
+    /// The number of shadow pages.
     pub(crate) shadow_pages: u64,
     /// The number of freed shadow pages that were not synced with the guest's table.
     pub(crate) unsynced: u64,
@@ -30,13 +30,13 @@ impl core::ops::AddAssign for Freed {
     }
 }
 
-/// Owns subtrees to which no table refers any more, but that walkers may still be reading.
+/// Owns subtrees to which no entry refers any more, but that walkers may still be reading.
 #[must_use = "detached tables are lost unless they are freed after the flush"]
 pub(crate) struct Detached {
-    /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
+    /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next table.
     head: u64,
-    /// The leaves that were zapped when their table was detached, and that the table therefore does not contain any
-    /// more.
+    /// Counts of leaves that were zapped one by one when their table was detached, so that the table does not contain
+    /// them any more.
     pub(crate) zapped: Freed,
 }
 
@@ -81,12 +81,12 @@ impl Detached {
         self.head = Detached::pack(table.frame, level);
     }
 
-    /// Frees the tables and returns the numbers of their entries.
+    /// Frees the tables, and returns the numbers of leaves and tables.
     ///
     /// # Safety
-    /// - the tables are of format `F`, of the VM of `frames` on `platform`;
-    /// - since they were detached, every reader has passed a quiescent point, and hardware was
-    ///   flushed: no walker can reach them.
+    /// - The tables are of format `F`, and belong to the VM of `frames` on `platform`.
+    /// - Since the tables were detached, every reader has passed a quiescent point, and the hardware's TLBs were
+    ///   flushed: no walker can reach the tables.
     pub(crate) unsafe fn free<P: Platform, F: Format>(
         self,
         platform: &P,
@@ -115,8 +115,8 @@ impl Detached {
     }
 }
 
-/// Reports a leaf of `level` with these `bits` to the platform. Does nothing if the platform does not want reports,
-/// or `bits` is not a leaf.
+/// Calls [`Platform::zapped`] for the leaf `bits` of `level`. Does nothing if the platform does not want this, or if
+/// `bits` are not a leaf.
 #[inline]
 pub(crate) fn tell_zapped<P: Platform, F: Format>(platform: &P, bits: u64, level: Level) {
     if !P::WANTS_ZAPPED {
@@ -147,7 +147,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// Frees a table of `level` and all tables below it.
     ///
     /// # Safety
-    /// - the requirements of [`Detached::free`] hold for the table and all tables below it.
+    /// - The requirements of [`Detached::free`] hold for the table and all tables below it.
     unsafe fn subtree<F: Format>(&mut self, frame: Pfn, level: Level) {
         let table = Table::<P, F>::new(self.platform, frame);
         let meta = table.meta();
@@ -156,7 +156,7 @@ impl<P: Platform> Freeing<'_, P> {
             for entry in table.entries() {
                 let bits = entry.load(Relaxed);
                 match F::next_table(bits, level) {
-                    // SAFETY: a table below an unreachable table is unreachable.
+                    // SAFETY: a table below a table that no walker can reach cannot be reached, either.
                     Some(lower) => unsafe { self.subtree::<F>(lower, level.below()) },
                     None => tell_zapped::<P, F>(self.platform, bits, level),
                 }
@@ -179,7 +179,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// Frees the remaining frames, which are fewer than a batch.
     ///
     /// # Safety
-    /// - the requirements of [`Detached::free`] hold for every table given to `subtree`.
+    /// - The requirements of [`Detached::free`] hold for every table given to `subtree`.
     unsafe fn finish(self) -> Freed {
         // SAFETY: no walker can reach these tables, as this function's `# Safety` asks of its caller.
         unsafe { self.frames.free(self.platform, &self.batch[..self.len]) };

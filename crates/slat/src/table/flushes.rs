@@ -1,28 +1,29 @@
 //! Decides which operations need a flush, and of which frames.
 //!
 //! A range operation takes a *ticket* ([`Flushes::need_flush`]), and names the frames that the ticket covers before it
-//! changes an entry for them. It *completes* (drops) the ticket after its flush. So a thread that holds the lock of a
-//! table, and finds that an entry was zapped or has lost a right, knows that the flush was done, or finds the ticket of
-//! the operation. It follows that
+//! changes an entry for them. After its flush it drops the ticket, which *completes* the ticket. So if a thread that
+//! holds the lock of a table finds that an entry was zapped or has lost a right, then either the flush for this change
+//! is done, or the thread finds the ticket. It follows that
 //!
-//! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames. It
-//!   then flushes its own frames only: operations on other frames cost it nothing;
+//! * an operation that finds nothing to change needs a flush only if another ticket covers some of its frames, and then
+//!   flushes only its own frames;
 //! * on a format that requires break-before-make, a zapped entry *names its flush*: the number of the first flush that
-//!   began after the change. The entry may be replaced if each ticket that covers it was taken, or renewed, after that
-//!   flush began. It may also be replaced after a flush by the replacing thread itself with that number or a higher
-//!   one ([`Flushed`]).
+//!   began after the change. The entry may be replaced if each ticket that covers it was taken, or renewed, after the
+//!   flush with this number began. A thread that has itself done a flush of the entry with this number or a higher one
+//!   ([`Flushed`]) may also replace it.
 //!
 //! # Order
-//! *Change, then number.* The number in an entry is read after the entry was changed. A flush raises the counter
-//! before it begins. Both sides have a fence in between. So a flush whose number is at least the number in the entry
-//! voids what walkers had read there. *Number, then change.* A ticket takes the next number before the first change of
-//! its operation. So no entry that its operation zaps names a lower number.
+//! *Change, then number.* An operation changes an entry, and then reads the counter of flushes to get the number for
+//! the entry. A flush raises the counter, and then begins. Both have a fence in between. So a flush whose number is at
+//! least the number in the entry voids what walkers had cached of the old entry. *Number, then change.* A ticket reads
+//! the counter before the first change of its operation. So every entry that the operation zaps names this number or a
+//! higher one.
 //!
-//! The fields of a ticket entry need no ordering of their own: the owner writes them before it changes a page-table
-//! entry, and other threads read them after they have seen the change under the lock of the table.
+//! The fields of a [`TicketEntry`] need no ordering of their own: the owner writes them before it changes a page-table
+//! entry under the lock of the table, and other threads read them after they have seen the change under the same lock.
 //!
-//! There are as many ticket entries as a word has bits. No operation waits for a ticket entry: when all are in use,
-//! each further ticket counts as covering all frames.
+//! There are 64 ticket entries, one for each bit of a word. When all are in use, an operation does not wait: its ticket
+//! has no entry, and counts as covering all frames.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*, fence};
 use core::cell::Cell;
@@ -44,7 +45,7 @@ pub(crate) struct Flushes {
 
 const TICKET_ENTRIES: usize = if cfg!(loom) { 3 } else { u64::BITS as usize };
 
-/// The part of a ticket that other threads can see. Only the owner of the ticket writes it.
+/// The part of a ticket that other threads read. Only the owner of the ticket writes it.
 #[derive(Default)]
 struct TicketEntry {
     /// The frames that the ticket covers; no frames if `end` is not above `start`.
@@ -52,7 +53,7 @@ struct TicketEntry {
     end: AtomicU64,
     /// Every entry that the owner has zapped and not flushed yet names this number or a higher one.
     since: AtomicU64,
-    /// The owner zaps leaves of a deleted or moved slot.
+    /// Whether the owner zaps leaves of a deleted or moved slot.
     of_leaving_slot: AtomicBool,
 }
 
@@ -67,7 +68,7 @@ impl TicketEntry {
     }
 }
 
-/// A flush that its owner has done.
+/// A record of a flush that the thread which owns the record has done itself.
 #[derive(Clone, Default)]
 pub(crate) struct Flushed {
     gfns: Range<Gfn>,
@@ -75,8 +76,8 @@ pub(crate) struct Flushed {
 }
 
 impl Flushed {
-    /// Returns whether this flush voids all that walkers had cached of an entry for `gfns` that names the flush
-    /// `number`.
+    /// Returns whether this flush voids everything that walkers had cached of an entry that covers `gfns` and names
+    /// flush `number`.
     pub(crate) fn covers(&self, gfns: &Range<Gfn>, number: u64) -> bool {
         number <= self.number && self.gfns.start <= gfns.start && gfns.end <= self.gfns.end
     }
@@ -99,7 +100,7 @@ pub(crate) fn overlap(a: &Range<Gfn>, b: &Range<Gfn>) -> bool {
 }
 
 impl Flushes {
-    /// Takes a ticket that covers no frames yet. Call [`FlushTicket::covers`] before changing an entry.
+    /// Takes a ticket that covers no frames yet. Call [`FlushTicket::covers`] before changing an entry for some frames.
     pub(crate) fn need_flush(&self) -> FlushTicket<'_> {
         let ticket = FlushTicket {
             flushes: self,
@@ -119,42 +120,42 @@ impl Flushes {
 
     const NO_GFNS: (u64, u64) = (u64::MAX, 0);
 
-    /// Reserves a ticket entry and returns its index. `None`: all are in use.
+    /// Reserves a ticket entry and returns its index. `None`: all ticket entries are in use.
     fn take_entry(&self) -> Option<usize> {
         loop {
             let free = (!self.used.load(Relaxed)).trailing_zeros() as usize;
             if free >= TICKET_ENTRIES {
                 return None;
             }
-            // Acquire: the new owner's writes to the entry are ordered after the writes of the last owner.
+            // Acquire: the new owner's writes to the ticket entry are ordered after the last owner's.
             if self.used.fetch_or(1 << free, Acquire) & 1 << free == 0 {
                 return Some(free);
             }
         }
     }
 
-    /// Returns the lowest number of a flush that begins from now on. Such a flush voids all that walkers had cached of
-    /// entries that the caller has changed before this call.
+    /// Returns the lowest number of a flush that begins from now on. Such a flush voids everything that walkers had
+    /// cached of entries that the caller has changed before this call.
     pub(crate) fn next(&self) -> u64 {
         fence(SeqCst);
         self.begun.load(SeqCst) + 1
     }
 
-    /// Begins a flush and returns its number.
+    /// Counts the begin of a flush, and returns its number.
     pub(crate) fn begin(&self) -> u64 {
         let number = self.begun.fetch_add(1, SeqCst) + 1;
         fence(SeqCst);
         number
     }
 
-    /// Returns the proof of a flush of `gfns` that began with `number`. Call after the flush has ended.
+    /// Returns the record of a flush of `gfns` that has the number `number`. Call after the flush has ended.
     pub(crate) fn done(gfns: Range<Gfn>, number: u64) -> Flushed {
         Flushed { gfns, number }
     }
 
-    /// Returns whether a TLB may still cache the old translation of a zapped entry for `gfns` that names the flush
-    /// `number`, as far as this thread, which has done the flush `own`, can tell. The caller holds the lock of the
-    /// table.
+    /// Returns whether the flush of a zapped entry is still due, so that a TLB may cache its old translation. The entry
+    /// covers `gfns` and names flush `number`; `own` is the calling thread's last own flush. The caller holds the lock
+    /// of the table.
     #[inline]
     pub(crate) fn is_due(&self, gfns: &Range<Gfn>, number: u64, own: &Flushed) -> bool {
         let needs = |entry: &TicketEntry| {
@@ -171,7 +172,7 @@ impl Flushes {
 
     /// Iterates over the tickets that have an entry, with its index.
     fn listed(&self) -> impl Iterator<Item = (usize, &TicketEntry)> {
-        // Acquire: if a ticket is not found any more, its flush has been done.
+        // Acquire: if a ticket is not in use any more, its flush has been done.
         let mut used = self.used.load(Acquire);
         iter::from_fn(move || {
             let index = used.trailing_zeros() as usize;
@@ -181,8 +182,8 @@ impl Flushes {
         })
     }
 
-    /// Returns a range around all frames of deleted or moved slots that are not flushed yet; `None` if there are
-    /// none.
+    /// Returns a range that contains all frames of deleted or moved slots whose flush is not done yet. `None`: there
+    /// are no such frames.
     pub(crate) fn due_of_leaving_slots(&self) -> Option<Range<Gfn>> {
         if self.has_unlisted() {
             return Some(Gfn(0)..Gfn(u64::MAX));
@@ -197,13 +198,13 @@ impl Flushes {
     }
 }
 
-/// The visible sign that its owner needs a flush of the frames that the ticket covers. The owner drops the ticket after
-/// that flush, which completes the ticket.
+/// Tells other threads that the ticket's owner needs a flush of the frames that the ticket covers. The owner drops the
+/// ticket after this flush.
 pub(crate) struct FlushTicket<'a> {
     flushes: &'a Flushes,
-    /// `None`: the ticket has no entry.
+    /// The index of the ticket's [`TicketEntry`]. `None`: it has no entry.
     index: Option<usize>,
-    /// The first frame, and the frame after the last.
+    /// The first frame that the ticket covers, and the frame after the last one.
     gfns: Cell<(u64, u64)>,
 }
 
@@ -212,7 +213,7 @@ impl FlushTicket<'_> {
         self.index.map(|index| &self.flushes.entries[index])
     }
 
-    /// Adds `gfns` to the frames that the ticket covers. Call before an entry for them is changed.
+    /// Adds `gfns` to the frames that the ticket covers. Call before changing an entry for these frames.
     pub(crate) fn covers(&self, gfns: &Range<Gfn>) {
         let (start, end) = self.gfns.get();
         let hull = (start.min(gfns.start.0), end.max(gfns.end.0));
@@ -230,11 +231,12 @@ impl FlushTicket<'_> {
         }
     }
 
-    /// Call after a flush that covers everything that the owner of the ticket has changed up to now.
+    /// Call after a flush of everything that the owner of the ticket has changed so far. The ticket then counts as
+    /// taken anew.
     pub(crate) fn renew(&self) {
         if let Some(entry) = self.entry() {
-            // A stale `begun` is lower: at worst another thread does a flush that it does not need. Release: a
-            // thread that sees the new number finds the flush done.
+            // This load may return an old, lower number: then another thread may at worst do a needless flush. Release:
+            // a thread that sees the new number in `since` also sees the effects of the flush.
             let next = self.flushes.begun.load(Relaxed) + 1;
             entry.since.store(next, Release);
         }
@@ -246,8 +248,8 @@ impl FlushTicket<'_> {
         Gfn(start)..Gfn(end)
     }
 
-    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest`
-    /// pages, that the other operation has zapped may reach from the frames of its ticket into these frames.
+    /// Returns whether another operation needs a flush of some of these frames. The other operation may also have
+    /// zapped a huge leaf, of at most `largest` pages, that maps frames of its ticket and these frames.
     pub(crate) fn others_need(&self, largest: u64) -> bool {
         let Range { start, end } = self.gfns();
         if start >= end {
@@ -311,13 +313,13 @@ mod tests {
         let ticket = need(&flushes, gfns(0, 8));
         let named = flushes.next();
         assert!(flushes.is_due(&gfns(3, 4), named, &nothing));
-        // A thread's own flush voids only what walkers had cached of entries for the same frames that name an earlier
-        // flush.
+        // A thread's own flush counts only for entries whose frames it covers and which name this flush or an earlier
+        // one.
         let own = Flushes::done(gfns(3, 4), flushes.begin());
         assert!(!flushes.is_due(&gfns(3, 4), named, &own));
         assert!(flushes.is_due(&gfns(2, 4), named, &own));
         assert!(flushes.is_due(&gfns(3, 4), flushes.next(), &own));
-        // Other tickets for the same frames that are completed or taken later make no difference.
+        // Other tickets for the same frames, completed before or taken later, make no difference.
         drop(need(&flushes, gfns(0, 8)));
         let later = need(&flushes, gfns(0, 8));
         assert!(flushes.is_due(&gfns(3, 4), named, &nothing));

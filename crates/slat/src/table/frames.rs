@@ -1,7 +1,7 @@
-//! The frames for tables that a VM gets from its platform: all of them are allocated, freed and counted here.
+//! Allocates, frees and counts the frames for tables that a VM gets from its platform.
 //!
-//! The counts are words that all threads share. They change only when frames are allocated or freed. So a fault that
-//! needs no table does not change them. Loom's models leave them out: nothing else depends on their values.
+//! All threads share the counts. They change only when frames are allocated or freed, so a fault that needs no new
+//! table does not write them. They are not part of the loom models, because no protocol depends on their values.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -62,7 +62,7 @@ impl TableFrames {
     /// Frees `frames`.
     ///
     /// # Safety
-    /// - the frames belong to this VM, and no walker can reach a table in them.
+    /// - The frames belong to this VM, and no walker can reach a table in them.
     pub(super) unsafe fn free(&self, platform: &impl Platform, frames: &[Pfn]) {
         // SAFETY: the frames belong to this VM and no walker can reach them, as this function's `# Safety` asks of its
         // caller.

@@ -21,20 +21,20 @@ pub(crate) struct Heap {
     granule: Granule,
     frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
-    /// The function that resolves a page. The initial one returns that there is no page.
+    /// The function that resolves a page. The initial function returns that there is no page.
     pub(crate) resolve: Mutex<Resolve>,
-    /// Called in each flush, while it waits for the hardware.
+    /// A function that each flush calls, at the time when a real platform would wait for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-/// Resolves a page.
+/// A function that implements [`Platform::resolve`].
 pub(crate) type Resolve = fn(&Request) -> Result<HostPage, ResolveError>;
 
 #[derive(Default)]
 struct Frames {
-    /// The allocated frames, by number.
+    /// The allocated frames, by frame number.
     used: BTreeMap<u64, Frame>,
-    /// Memory of single tables that were freed.
+    /// The memory of single tables that were freed, for reuse.
     spare: Vec<Memory>,
 }
 
@@ -44,13 +44,13 @@ struct Frame {
     memory: Arc<Memory>,
 }
 
-/// Memory of tables, aligned to its size.
+/// The memory of one or several tables, aligned to its size.
 struct Memory {
     start: NonNull<u8>,
     layout: Layout,
 }
 
-// SAFETY: the value owns the memory, and no other value has its address.
+// SAFETY: the value owns the memory alone.
 unsafe impl Send for Memory {}
 // SAFETY: a shared reference to a `Memory` reads only the address and the layout, which never change.
 unsafe impl Sync for Memory {}
@@ -58,7 +58,7 @@ unsafe impl Sync for Memory {}
 impl Memory {
     fn new(bytes: u64) -> Self {
         let layout = Layout::from_size_align(bytes as usize, bytes as usize).unwrap();
-        // SAFETY: the layout has a size.
+        // SAFETY: the size of the layout is not 0.
         let start = NonNull::new(unsafe { alloc(layout) }).expect("there is memory");
         // SAFETY: the memory has the size of the layout.
         unsafe { start.write_bytes(0xff, layout.size()) };
@@ -116,7 +116,7 @@ impl Heap {
     }
 }
 
-// SAFETY: a frame's memory and metadata stay where they are until it is freed.
+// SAFETY: a frame's memory and metadata keep their addresses until the frame is freed.
 unsafe impl Platform for Heap {
     fn granule(&self) -> Granule {
         self.granule

@@ -1,11 +1,11 @@
-//! Walks to one address, without locks, like a hardware page walker, whichever MMU made the tables.
+//! Walks to one address, without locks, like a hardware page walker. They are the same for the tables of every MMU.
 //!
 //! # Which walks may be made
-//! A walk reads the table in the frame that its [`Root`] names, and then the tables that it finds there. So beginning
-//! a walk is unsafe, with one condition. As long as the [`Cursor`], or an entry that it has found, is used, the caller
-//! is in one reader section of the VM, and the root is one of these, with tables of format `F`: the permanent root of
-//! one of the VM's trees or MMUs; or the root of a shadow page that was found in this section, or whose MMU has zapped
-//! no root since ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). Then the cursor is safe to use.
+//! A walk dereferences the frame that its [`Root`] names, and then the frames in the entries that it finds. So to begin
+//! a walk is unsafe. As long as the [`Cursor`], or an entry that it has found, is used, two conditions must hold. The
+//! caller is in one reader section of the VM. And the root, with tables of format `F`, is either the permanent root of
+//! one of the VM's MMUs, or a shadow page that was found as a root in this section, or earlier if the MMU has zapped no
+//! root since ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)).
 
 use core::marker::PhantomData;
 
@@ -17,8 +17,8 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
 impl<'a, P: Platform, F: Format> Table<'a, P, F> {
-    /// Loads the entry on the path to `index` in this table, which has `level`. `above` contains the bits that all
-    /// entries above have in common.
+    /// Loads the entry on the path to `index` in this table, which has `level`. `above` contains the bits that are set
+    /// in all entries on the path to the table.
     #[inline(always)]
     fn find(&self, index: PageIndex, level: Level, above: u64) -> Found<'a> {
         let entry = self.entry(F::GRANULE.index(index.as_gfn(), level));
@@ -42,13 +42,14 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
     }
 }
 
-/// A walk to one address, and the table that it has reached. It can be kept when its reader section ends.
+/// A walk to one address, and the table that it has reached, without a borrow: so it can be stored while the reader
+/// section ends.
 #[derive(Clone, Copy)]
 pub(crate) struct Reached {
     pub(crate) key: Key,
-    /// The table: for a walk that has not begun, the root's.
+    /// The table that the walk has reached. If the walk has not begun, this is the root table.
     table: Leveled,
-    /// The bits that all entries on the walk's path to the table have in common.
+    /// The bits that are set in all entries on the walk's path to the table.
     above: u64,
 }
 
@@ -65,7 +66,7 @@ impl Reached {
         }
     }
 
-    /// Makes a walk to `key` that has `found` an entry.
+    /// Makes a walk to `key` that has ended at the entry `found`.
     #[inline(always)]
     pub(crate) fn by(key: Key, found: &Found<'_>) -> Self {
         Reached {
@@ -75,7 +76,7 @@ impl Reached {
         }
     }
 
-    /// Returns the walk to the address `pages` pages before this one, in the same table of level 1.
+    /// Changes the walk to the address `pages` pages before, which the same level 1 table must translate.
     pub(crate) fn before(mut self, pages: u64) -> Self {
         self.key.index = self.key.index.before(pages);
         self
@@ -83,8 +84,8 @@ impl Reached {
 }
 
 /// A walk to one address, in the reader section `'s`. It continues in the table that it has reached, and reads the
-/// entry there again. That table may have been detached meanwhile: then the walk behaves like one that had reached the
-/// table before ([`crate::table`]).
+/// entry in this table again. If the table was detached meanwhile, the walk is like any walk that has reached a table
+/// before its detachment ([`crate::table`]).
 pub(crate) struct Cursor<'s, P: Platform, F: Format> {
     platform: &'s P,
     reached: Reached,
@@ -100,12 +101,12 @@ impl<P: Platform, F: Format> Clone for Cursor<'_, P, F> {
 impl<P: Platform, F: Format> Copy for Cursor<'_, P, F> {}
 
 impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
-    /// Makes a cursor that continues a walk from where it has `reached`.
+    /// Makes a cursor that continues the walk `reached`.
     ///
     /// # Safety
-    /// - the walk may be made ([`self`]) as long as `'s` lasts;
-    /// - if it has begun, that was in the section `'s`, or in the last one of the same reader, and no generation was
-    ///   missed between them ([`crate::sync::quiesce`]).
+    /// - The conditions of the [module comment](self) hold as long as `'s` lasts.
+    /// - If the walk has begun, it was in the section `'s`, or in the previous section of the same reader, and the
+    ///   generation was not raised between these sections ([`crate::sync::quiesce`]).
     #[inline(always)]
     pub(crate) unsafe fn new(platform: &'s P, reached: Reached) -> Self {
         Cursor {
@@ -126,33 +127,35 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         self.reached
     }
 
-    /// Whether an entry on the walk's path was write-protected when the walk passed it.
+    /// Whether an entry on the path was write-protected when the walk passed it.
     #[inline(always)]
     pub(crate) fn is_protected(&self) -> bool {
         F::is_protected(self.reached.above)
     }
 
-    /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
+    /// Changes the walk to the address `pages` pages after, which the same level 1 table must translate.
     pub(crate) fn after(mut self, pages: u64) -> Self {
         self.reached.key.index = self.reached.key.index.add(pages);
         self
     }
 
-    /// Continues in the table of `level` in `frame`, whose path has no write-protected entry.
+    /// Makes the walk continue in the table of `level` in frame `frame`. The path to this table has no write-protected
+    /// entry.
     pub(super) fn go_on_in(&mut self, frame: Pfn, level: Level) {
         self.reached.table = Leveled::new(frame, level);
         self.reached.above = u64::MAX;
     }
 
-    /// Returns the walk from its root on.
+    /// Returns a cursor that repeats the walk from its root.
     #[inline(always)]
     pub(crate) fn restarted(mut self) -> Self {
         self.reached = Reached::nothing::<F>(self.reached.key);
         self
     }
 
-    /// Finds the entry of `level` on the path, or the entry above at which the path ends. All accesses except a
-    /// [walk](super::ByGfn::walk) over a range and [`lookup_page`] find their entry by this. Takes no lock.
+    /// Finds the entry of `level` on the path to the address, or the entry of a higher level at which the path ends.
+    /// Takes no lock. All accesses find their entry by this function, except [walks](super::ByGfn::walk) over a range
+    /// and [`lookup_page`].
     #[inline]
     pub(crate) fn find(&mut self, level: Level) -> Found<'s> {
         let Reached { key, table, above } = match self.reached {
@@ -174,7 +177,8 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         }
     }
 
-    /// Returns whether the level 1 table on the path, if there is one, exists because of NX.
+    /// Returns whether the level 1 table on the path, if there is one, exists only because of the policy
+    /// `nx_huge_pages`.
     pub(crate) fn is_nx_split(&mut self) -> bool {
         let found = self.find(Level::PAGE);
         let table = || Table::<P, F>::new(self.platform, found.table);
@@ -182,11 +186,11 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
     }
 }
 
-/// Like [`Cursor::find`] from the root to level 1, but for walks that usually reach level 1. Returns `Ok` if the walk
-/// does, and `Err` if it ends above.
+/// Like [`Cursor::find`] from the root to level 1, but faster for walks that reach level 1. Returns `Ok` with an entry
+/// of level 1, or `Err` with the entry of a higher level at which the walk ends.
 ///
 /// # Safety
-/// - the walk may be made ([`self`]), as long as the result is used, and its root is of the top level.
+/// - The conditions of the [module comment](self) hold as long as the result is used, and the root is of the top level.
 #[inline(always)]
 pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     platform: &P,
@@ -195,7 +199,7 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     let find =
         |frame, level, above| Table::<P, F>::new(platform, frame).find(key.index, level, above);
     let (mut frame, mut above) = (root_table::<F>(key.context, key.gfn()), u64::MAX);
-    // The number of steps is a constant, so that the compiler unrolls them.
+    // The number of iterations is a constant, so that the compiler can unroll the loop.
     for step in 0..F::TOP.0 - 1 {
         let level = Level(F::TOP.0 - step);
         let found = find(frame, level, above);
@@ -207,13 +211,13 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     Ok(find(frame, Level::PAGE, above))
 }
 
-/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which that walk ended, and whose
-/// path was not write-protected.
+/// Finds the entry for `index` in the level 1 table `table`, in which an earlier [`lookup_page`] has ended, and to
+/// which the path was not write-protected. So it repeats only the last step of that walk.
 ///
 /// # Safety
-/// - on `platform`, `lookup_page` has found an entry of `table` for a page that it translates, too, and the
-///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
-///   result is used.
+/// - On `platform`, `lookup_page` has found an entry in `table`, which also translates `index`. Since then the caller
+///   has been in one reader section and passed no quiescent point, and stays in this section as long as the result is
+///   used.
 #[inline(always)]
 pub(crate) unsafe fn lookup_in<P: Platform, F: Format>(
     platform: &P,

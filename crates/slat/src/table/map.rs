@@ -1,4 +1,4 @@
-//! Installs the leaves of faults in a tree, by index.
+//! Installs leaves in a tree, for faults.
 //!
 //! The caller of every function is in a reader section.
 
@@ -12,7 +12,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::trace::Event;
 
-/// Whether a walk splits a larger leaf on the path, or gives up.
+/// What an install does if there is a larger leaf on the path: split it, or give up.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnLeaf {
     Split,
@@ -20,13 +20,13 @@ pub(crate) enum OnLeaf {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Installs `leaf` for the region of `level` around `cursor`. Adds missing tables; splits a larger leaf on the path
-    /// in place, so that its other pages stay mapped throughout. If the leaf is to be written to, pushes write
-    /// protection down on its path ([`super::protect`]). Calls `valid` under the lock of the table that receives the
-    /// leaf, immediately before the install, and `done` under that lock, immediately after it.
+    /// Installs `leaf`, of `level`, at the address of `cursor`. Adds missing tables. Splits a larger leaf on the path
+    /// in place, so that its other pages stay mapped throughout. If `leaf` is writable, pushes write protection down on
+    /// the path to it ([`super::protect`]). Calls `valid` under the lock of the table that receives the leaf,
+    /// immediately before the install, and `done` under that lock, immediately after it.
     ///
     /// # Errors
-    /// [`Retry`]; neither a leaf was installed nor `done` called.
+    /// [`Retry`]; no leaf was installed, and `done` was not called.
     #[inline(always)]
     pub(crate) fn map(
         &self,
@@ -74,12 +74,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs a run of leaves: `leaf` at `cursor`, and leaves for the frames after it. Fills those of the `leaves`
-    /// entries of `level` from `cursor` on that are absent; all are in one table. Calls `valid` like [`Self::map`].
-    /// Returns the number of leaves installed.
+    /// Installs a run of leaves of `level`: `leaf` at the address of `cursor`, and leaves for the following frames in
+    /// the entries after it. Considers `leaves` entries, all of one table, and fills only those that are absent. Calls
+    /// `valid` like [`Self::map`]. Returns the number of leaves installed.
     ///
     /// # Errors
-    /// [`Retry`], also if there is no memory for tables.
+    /// [`Retry`]; [`Retry::Unprepared`] if there is no memory for tables.
     pub(crate) fn map_absent(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -120,7 +120,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         for (i, entry) in entries.iter().enumerate() {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && free(bits, gfn.add(i as u64 * F::GRANULE.pages(level))) {
-                // Relaxed: the leaf refers to a page, not to a table whose entries a walker must see with it.
+                // Relaxed: the leaf refers to a page, not to a table whose entries a walker must also see.
                 entry.store(run.bits(i), Relaxed);
                 installed += 1;
             }
@@ -129,8 +129,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs an MMIO entry of `generation`, if the entry is empty, or already is an MMIO entry of any generation.
-    /// Returns whether it did.
+    /// Installs an MMIO entry of `generation` at the address of `cursor`, if the present entry is empty or an MMIO
+    /// entry of any generation. Returns whether it was installed.
     pub(crate) fn map_mmio(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -138,8 +138,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         path: &mut Path<'_>,
     ) -> bool {
         let gfn = cursor.key().gfn();
-        // A larger leaf on the path means that a memslot was created meanwhile. This function does not change that
-        // leaf.
+        // If there is a larger leaf on the path, a memslot was created meanwhile: then give up.
         let table = self.table_for(cursor, Level::PAGE, OnLeaf::GiveUp, path);
         let Ok(table) = table else {
             return false;
@@ -147,7 +146,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let entry = table.entry(F::GRANULE.index(gfn, Level::PAGE));
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
-        // An MMIO entry names no flush, so it must not replace an entry that names a flush which is still due.
+        // An MMIO entry does not contain the number of a flush, so it must not replace a cleared entry whose flush is
+        // still due.
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
         if free {
             entry.store(F::mmio(generation, 0), Release);
@@ -155,26 +155,26 @@ impl<P: Platform, F: Format> Tree<P, F> {
         free
     }
 
-    /// Returns the walk to `gfn`.
+    /// Returns a cursor for a walk to `gfn`.
     #[inline(always)]
     pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
-        // SAFETY: the root stays as long as the tree. Every holder of a reference to the tree is in a reader section
+        // SAFETY: the root exists as long as the tree. Every holder of a reference to the tree is in a reader section
         // (`Guarded`).
         unsafe { Cursor::new(&self.platform, Reached::nothing::<F>(self.key(gfn))) }
     }
 
-    /// Finds the entry of `level` on the path to `gfn`, or the entry above at which the path ends.
+    /// Finds the entry of `level` on the path to `gfn`, or the entry of a higher level at which the path ends.
     #[inline]
     pub(crate) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
         self.cursor(gfn).find(level)
     }
 
-    /// Installs a new table of `level` that contains the leaves of `run` at `indexes`. Returns [`Retry::Stale`] if
-    /// `valid` returned `false`. `None`: the table could not be installed, because the entry is not empty any more, or
-    /// because there is no path to it or no frame.
+    /// Installs a new table of `level`, at the address of `cursor`, that contains the leaves of `run` at `indexes`.
+    /// Returns [`Retry::Stale`] if `valid` returned `false`. `None`: the table was not installed, because the entry
+    /// that would refer to it is not empty any more, or could not be reached, or because there is no frame.
     ///
-    /// Calls `valid` under the lock of the table that refers to the new table. The argument is the same as for a leaf:
-    /// an invalidation that takes this lock later finds the table and enters it.
+    /// Calls `valid` under the lock of the table that will refer to the new table. As with the install of a single
+    /// leaf, this suffices: an invalidation that takes this lock later finds the new table and enters it.
     fn put_run(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -215,8 +215,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Returns the table of `level` on the path of `cursor`. Adds it, and missing tables above it. With
-    /// [`OnLeaf::GiveUp`] it does not split a leaf on the path: a prefetch only adds absent entries.
+    /// Returns the table of `level` on the path of `cursor`. Adds this table and tables above it if they are missing.
+    /// With [`OnLeaf::GiveUp`], does not split a leaf on the path but returns an error.
     fn table_for(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -250,8 +250,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Breaks the leaf for `gfn` in `table`, which has `level`: the first half of break-before-make. Returns
-    /// [`Retry::MustMend`] if it did. `Ok`: the entry is not a leaf any more; descend again.
+    /// Breaks the huge leaf for `gfn` in `table`, which is of `level`: the first half of break-before-make. If it has
+    /// broken the leaf, returns [`Retry::MustMend`]. `Ok`: the entry is not a leaf any more, so the caller must read it
+    /// again.
     fn break_leaf(&self, table: &Table<'_, P, F>, level: Level, gfn: Gfn) -> Result<(), Retry> {
         let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
@@ -268,9 +269,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Replaces the entry for `gfn` in `table`, which has `level`, by an entry that refers to a new table with the same
-    /// meaning. Does nothing if the entry already refers to a table, `wanted` returns false for it, or its flush is
-    /// due. Returns the bits of the entry afterwards.
+    /// Replaces the entry for `gfn` in `table`, which is of `level`, by an entry that refers to a new table that maps
+    /// the same as the old entry. Does nothing if the entry already refers to a table, if `wanted` returns `false` for
+    /// it, or if its flush is due. Returns the entry's bits after the call.
     #[cold]
     pub(super) fn put_table(
         &self,
@@ -281,8 +282,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         wanted: impl Fn(Entry) -> bool,
     ) -> u64 {
         let entry = table.entry(F::GRANULE.index(gfn, level));
-        // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry is
-        // not the entry for which the table was filled, or if hardware has set a bit in a huge leaf meanwhile.
+        // Fill the new table before taking the lock, because conflicts are rare. The exchange fails if the entry has
+        // changed since it was read for this, also if hardware has set a bit in a huge leaf.
         let mut new = NewTable::<P, F>::new(&self.platform, path.frames.take());
         let mut bits = entry.load(Acquire);
         loop {
@@ -328,7 +329,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// Functions by frame, for tests.
+/// Look-ups by frame, for tests.
 #[cfg(test)]
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds the entry at which a page walker would end.
@@ -337,8 +338,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// The bits of leaves that differ only in their frames, which are consecutive. These bits are an
-/// arithmetic sequence ([`Self::holds`]).
+/// The entries of a run of leaves that differ only in their frames, which are consecutive. As numbers, the entries are
+/// an arithmetic sequence (see [`Self::holds`]).
 pub(crate) struct Run<F> {
     first: u64,
     step: u64,
@@ -360,13 +361,14 @@ impl<F: Format> Run<F> {
         }
     }
 
-    /// Whether the run of `level` that begins with `first` has the bits of all its first `leaves` leaves. If entries
-    /// store an address in two parts, they are an arithmetic sequence only up to a boundary between the parts, of 256
-    /// TiB or more.
+    /// Whether the first `leaves` entries of the run, of `level` and beginning with `first`, are an arithmetic
+    /// sequence. They are not if entries store an address in two parts ([`Format::put_frame`]) and the run crosses a
+    /// boundary, at a multiple of 256 TiB or more, at which the upper part changes.
     fn holds(&self, first: Leaf, level: Level, leaves: u64) -> bool {
         let lowest = F::FRAME.trailing_zeros();
         let bits = F::FRAME >> lowest;
-        // The two parts of the address may be next to each other in the entry, with the upper part in the lower bits.
+        // The bits of `FRAME` may be contiguous and still be two parts, with the upper part of the address in the lower
+        // bits.
         let in_one_part = bits & (bits + 1) == 0 && F::put_frame(Pfn(1)) == 1 << lowest;
         let last = Leaf {
             pfn: first.pfn.add((leaves - 1) * F::GRANULE.pages(level)),
@@ -383,7 +385,8 @@ impl<F: Format> Run<F> {
 
     /// Writes the leaves to `entries`, from number 0 on.
     pub(super) fn fill(&self, entries: &mut [AtomicU64]) {
-        // Use one addition for each entry: the compiler vectorizes additions, but not products.
+        // Add `step` for each entry instead of calling `bits`: the compiler vectorizes additions, but not
+        // multiplications.
         let mut bits = self.first;
         for entry in entries {
             *entry.get_mut() = bits;
@@ -392,18 +395,19 @@ impl<F: Format> Run<F> {
     }
 }
 
-/// Adds the rights, accessed and dirty bits of `leaf` to the leaf of `level` in `entry`, for the same page, which had
-/// `bits` under the lock that the caller holds. Returns whether that changes anything.
+/// Adds the rights, accessed and dirty bits of `leaf` to the leaf of `level` in `entry`, which maps the same page.
+/// `bits` is the entry's value, read under the table's lock, which the caller holds. Returns whether the entry has
+/// changed.
 pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: Level) -> bool {
     let wider = |bits| match F::decode(bits, level) {
         Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
         _ => None,
     };
-    // Meanwhile walkers may set accessed and dirty; the lock excludes all other changes.
+    // Walkers may set the accessed and dirty bits at the same time; the lock excludes all other changes.
     wider(bits) != Some(bits) && entry.fetch_update(Release, Relaxed, wider).is_ok()
 }
 
-/// Returns `a` with the rights, accessed and dirty bits of both leaves.
+/// Returns the leaf `a` with the rights, accessed and dirty bits of both `a` and `b`.
 fn union(a: Leaf, b: Leaf) -> Leaf {
     Leaf {
         write: a.write | b.write,

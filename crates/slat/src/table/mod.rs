@@ -2,27 +2,28 @@
 //!
 //! # Who may change what
 //! * Every table has one lock, in its [`TableMeta`]. **Software changes an entry only under the lock of the table that
-//!   contains it**, by one atomic store (or read-modify-write, where hardware may set accessed or dirty in that
-//!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
-//!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and
-//!   [`protect`] gives an entry that refers to a table the right to write under the lock of *that* table.
-//! * No thread holds two table locks, allocates, or waits for anything under one. A thread that takes a table's lock
-//!   may hold the lock of the shadow pages beside the tree ([`crate::shadow`]). No thread takes that lock under a
-//!   table's lock.
-//! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
-//!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
-//!   entries of the table, too.
-//! * Walkers that have reached a table may still read it after it was removed ([`Detached`]). It is freed only after
-//!   every reader has passed a quiescent point ([`crate::sync::quiesce`]) and after the flush. A fault in progress may
-//!   still install a leaf into it: no new walker can reach that leaf, and the vCPU of the fault passes a quiescent
-//!   point before the table is freed. Only range operations remove leaves and tables: a fault that finds a conflicting
-//!   entry starts a range operation to zap it.
+//!   contains it**, by one atomic store (or read-modify-write, if hardware may set the accessed or dirty bit at the
+//!   same time). A range operation takes the lock once for all entries of the table, and a fault takes it once for its
+//!   install. There are three exceptions: a page walker sets accessed and dirty bits without the lock, [`age`] clears
+//!   accessed bits without it, and [`protect`] gives an entry that refers to a table the right to write under the lock
+//!   of *the table to which the entry refers*.
+//! * A thread that holds a table's lock takes no other table's lock, does not allocate, and does not wait. A thread
+//!   that takes a table's lock may hold the lock of shadow pages ([`crate::shadow`]), but no thread takes that lock
+//!   while it holds a table's lock.
+//! * Walkers, software and hardware, take no lock. They see each entry either as it was before a change or as it is
+//!   after it. A new table is filled first, and then published by a `Release` store of the entry that refers to it; a
+//!   walker loads entries with `Acquire`, so it also sees the new table's entries.
+//! * Walkers that have reached a table may still read it after it was removed from the tree ([`Detached`]). It is freed
+//!   only after every reader has passed a quiescent point ([`crate::sync::quiesce`]) and after the flush. A fault in
+//!   progress may still install a leaf into it: no new walker can reach that leaf, and the vCPU of the fault passes a
+//!   quiescent point before the table is freed. Only range operations remove leaves and tables: a fault that finds a
+//!   conflicting entry starts a range operation to zap it.
 //! * A fault checks *under the lock of the table that receives the leaf* whether its look-ups (slot, host page) are
-//!   still current (`valid` in [`Tree::map`]). An invalidation first makes that check fail, then walks the range and
-//!   takes the lock of every table on the path, even if it looks empty. If the fault holds the lock first, the walk
-//!   finds the leaf. If the walk does, the fault finds that its look-ups are stale. The same argument holds for a table
-//!   that is filled with leaves before it is installed, with the lock of the table that refers to it
-//!   ([`Tree::map_absent`]).
+//!   still current (`valid` in [`Tree::map`]). An invalidation first makes this check fail, and then walks over its
+//!   range and takes the lock of every table on the way, even of a table that looks empty. If the fault takes the lock
+//!   first, the walk finds the leaf. If the walk takes it first, the fault finds that its look-ups are stale. The same
+//!   argument applies to a new table that is filled with leaves before it is installed ([`Tree::map_absent`]); there
+//!   the lock is that of the table that refers to the new table.
 //!
 //! # Break-before-make
 //! On formats that require it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB may cache a
@@ -31,43 +32,44 @@
 //! an invalid entry that *names its flush* ([`Format::cleared`]): the number of the first flush that begins after the
 //! change ([`flushes`]). A thread that installs something (a leaf, a table, a run of leaves, an MMIO entry) first reads
 //! the entry under the lock of the table. If the flush that the entry names is not due any more, the entry counts as
-//! empty; otherwise the thread does not change it. Everything else treats a cleared entry as [`Entry::Empty`]: walkers
-//! fault, range operations skip it, and nothing cleans it up.
+//! empty; otherwise the thread must not change it. For all other purposes a cleared entry is [`Entry::Empty`]: walkers
+//! fault on it, and range operations skip it. It keeps the number until it is replaced.
 //!
 //! * *When a flush is not due any more.* The operation that clears an entry has a ticket from before its first change
-//!   until its flush is done. So a thread with the lock of the table either finds a ticket that covers the frames of
-//!   the entry, or the flush has been done. An operation that took its ticket after that flush began cannot have
-//!   cleared the entry. Nor can an operation whose ticket covers other frames.
+//!   until its flush is done. So if a thread that holds the lock of the table finds no ticket that covers the entry's
+//!   frames, the flush has been done. Tickets that cover other frames do not matter, and neither do tickets that were
+//!   taken after the flush that the entry names began: their operations cannot have cleared the entry.
 //! * *What may be cached below a cleared entry.* A walker that has read a removed table has reached it through the
-//!   entry that names the flush. Nothing can be installed in that entry before the flush, so nothing that conflicts can
-//!   be installed above, at, or below it. A fault in progress that installs a leaf into the removed table is in a
+//!   entry that now names the flush. Nothing can be installed in this entry before the flush, so no conflicting entry
+//!   can be installed above, at, or below it. A fault in progress that installs a leaf into the removed table is in a
 //!   reader section, and the flush waits for the end of that section before it flushes the hardware.
-//! * *Why the number is read after the change.* A flush voids what was cleared before the flush began. If the number
-//!   were read first, a flush could begin between the two, and seem to cover the change. A walk clears many
-//!   entries under one lock; they all get the same number before the lock is released
-//!   ([`clear::LockedTable`]). Until then they name flush 0, which no other holder of the lock can see.
-//! * *No thread waits for another one.* A fault that finds an entry whose flush is due ([`Retry::Unflushed`]) leaves
-//!   its reader section, with no lock held, flushes the frames of that entry itself, and remembers that flush
-//!   ([`Flushed`]). Like every flush, it waits until readers have passed a quiescent point; these readers do not wait
-//!   for the flush. Then the fault returns [`crate::Stop::Retry`] and does not count as fixed. For its vCPU the flush
-//!   of that entry is not due any more, whatever is cleared elsewhere meanwhile. Only if the same entry is cleared
-//!   again does the fault need another flush. Installs that only add absent entries (prefetch, MMIO entries) give up
-//!   instead.
-//! * *No flush is forgotten.* Nothing is allocated between a clear and its flush, so no flush is lost for lack of
-//!   memory. A tree is dropped only when no walker uses it. Numbers belong to a VM; a frame that another VM has
-//!   used is overwritten before it becomes a table.
+//! * *Why the number is read after the change.* A flush voids the translations of entries that were cleared before the
+//!   flush began. If the number were read before the entry is cleared, a flush could begin in between and seem to cover
+//!   the entry. A walk clears many entries under one lock, and stores the same number in all of them before it releases
+//!   the lock ([`clear::LockedTable`]). Until then they contain the number 0, which no other holder of the lock can
+//!   see.
+//! * *No thread waits for another thread's flush.* A fault that finds an entry whose flush is due
+//!   ([`Retry::Unflushed`]) leaves its reader section, holds no lock, flushes the frames of this entry itself, and
+//!   remembers its flush ([`Flushed`]). (Like every flush, this one waits until readers have passed a quiescent point,
+//!   but these readers do not wait for the flush.) Then the fault returns [`crate::Stop::Retry`] and does not count as
+//!   fixed. For its vCPU the flush of this entry is not due any more. Only if the same entry is cleared again does the
+//!   fault need another flush. Installs that only add absent entries (prefetch, MMIO entries) give up instead of
+//!   flushing.
+//! * *No flush is forgotten.* No memory is allocated between a clear and its flush, so the flush cannot fail for lack
+//!   of memory. A tree is dropped only when no walker uses it. Flush numbers belong to one VM: a frame that another VM
+//!   has used is overwritten before it becomes a table, so no entry contains another VM's number.
 //! * *Splits.* A leaf that is split is not cleared. It becomes [`Entry::Broken`], which keeps the leaf, so that
-//!   invalidations find it. The thread that broke it flushes, and then mends it: it installs the pieces
-//!   ([`ByGfn::mend`]). But the thread may find another broken leaf there, if its own was zapped meanwhile, and then
-//!   another was mapped and broken. So the metadata of a table contain the flush number for the last leaf that was
-//!   broken in it. A thread mends nothing in the table before a flush of its own with at least that number. It repeats
-//!   its flush at most once for each other leaf that is broken in the same table. Only here does a thread wait: a fault
-//!   that finds a broken leaf waits, outside its reader section, until the leaf is mended. The mending thread flushes,
-//!   and never waits for a fault.
+//!   invalidations find it. The thread that *broke* the leaf flushes, and then *mends* it: it installs the pieces
+//!   ([`ByGfn::mend`]). But meanwhile the leaf may have been zapped, and another leaf may have been mapped and broken
+//!   in the same entry. So the metadata of each table contain the number of the flush that the last leaf broken in it
+//!   needs, and a thread mends a leaf in the table only after its own flush with at least this number. It repeats its
+//!   flush at most once for each other leaf that is broken in the same table. This is the only case in which a thread
+//!   waits: a fault that finds a broken leaf waits, outside its reader section, until the leaf is mended. The thread
+//!   that mends it flushes, and never waits for a fault.
 //!
 //! * *Collapses.* When a huge leaf replaces a table, the entry becomes a broken leaf in the same way. The thread that
-//!   stored the leaf detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
-//!   invalidation that comes meanwhile finds the leaf, and zaps it.
+//!   stored the leaf detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault that
+//!   finds the broken leaf waits. An invalidation that finds the broken leaf zaps it.
 //!
 //! On formats that do not require break-before-make, `cleared` is 0 and names no flush, and all checks are compiled
 //! away.
@@ -129,7 +131,7 @@ pub(crate) struct Tree<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Makes an empty tree in frames of `frames`.
+    /// Makes an empty tree whose tables' frames come from `frames`.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the platform has no frames for the root.
@@ -155,12 +157,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         (0..F::ROOT_TABLES as u64).map(move |i| root.add(i))
     }
 
-    /// Returns the root from which all walks of this tree start.
+    /// Returns the root at which all walks of this tree start.
     pub(crate) fn context(&self) -> Root {
         Root::new(self.root, F::TOP)
     }
 
-    /// Returns the key of a walk for `gfn`.
+    /// Returns the key of a walk to `gfn`: the root, and the index.
     pub(crate) fn key(&self, gfn: Gfn) -> Key {
         Key {
             context: self.context(),
@@ -185,13 +187,13 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
         for root in self.roots() {
             all.push(&self.table(root), F::TOP);
         }
-        // SAFETY: `&mut self`: no software walker has a reference to the tree; and the owner of a VM stops
+        // SAFETY: `&mut self` shows that no software walker has a reference to the tree, and the owner of a VM stops
         // its CPUs before it drops the VM.
         let _ = unsafe { all.free::<P, F>(&*self.platform, &self.frames) };
     }
 }
 
-/// An allocated table frame, one page of the granule of `F`.
+/// A page table in an allocated frame, which has the size of the granule of `F`.
 pub(crate) struct Table<'a, P: Platform, F: Format> {
     platform: &'a P,
     frame: Pfn,
@@ -208,11 +210,11 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
         }
     }
 
-    /// Returns the table in `frame`, for the MMUs outside this module.
+    /// Returns the table in frame `frame`, for the MMUs outside this module.
     ///
     /// # Safety
-    /// - `platform` has allocated `frame` for a table, and does not free it while the result, or a reference that it
-    ///   has returned, is used.
+    /// - `platform` has allocated `frame` for a table, and does not free it as long as the result, or a reference
+    ///   obtained from it, is used.
     pub(crate) unsafe fn at(platform: &'a P, frame: Pfn) -> Self {
         Table::new(platform, frame)
     }
@@ -225,8 +227,9 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     #[inline]
     pub(crate) fn entries(&self) -> &'a [AtomicU64] {
         let first = self.platform.entries(self.frame).cast::<AtomicU64>();
-        // SAFETY: an allocated frame has this number of entries, as `Platform`'s `# Safety` says. Frames in entries,
-        // and `root`, are allocated; a detached frame stays allocated until no reader can have reached it.
+        // SAFETY: an allocated frame has this number of entries, as `Platform`'s `# Safety` says. The frames of roots,
+        // and those to which entries refer, are allocated; the frame of a detached table stays allocated until no
+        // reader can use it any more.
         unsafe { slice::from_raw_parts(first.as_ptr(), F::GRANULE.entries()) }
     }
 

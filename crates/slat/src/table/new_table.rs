@@ -1,4 +1,4 @@
-//! A table that is being made: no other thread can reach it, so its entries are filled by plain stores.
+//! A table that is being made. No other thread can reach it yet, so its entries are filled by plain stores.
 
 use super::{Run, Table};
 use crate::addr::{Level, Pfn};
@@ -8,16 +8,16 @@ use crate::platform::Platform;
 use crate::sync::atomic::AtomicU64;
 use core::slice;
 
-/// An allocated frame for a table, which only its owner knows.
+/// An allocated frame for a table. Only the owner of this value knows the frame.
 pub(crate) struct NewFrame(Pfn);
 
 impl NewFrame {
-    /// Takes over `frame`, for the modules that allocate frames: no other code knows the frame.
+    /// Makes a `NewFrame` of `frame`, for the modules that allocate frames. No other code may know the frame.
     pub(super) fn of(frame: Pfn) -> Self {
         NewFrame(frame)
     }
 
-    /// Returns the frame. From now on other threads may know it.
+    /// Returns the frame. From then on other threads may know it.
     pub(super) fn release(self) -> Pfn {
         self.0
     }
@@ -39,8 +39,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         self.table.meta()
     }
 
-    /// Returns the entries, for plain stores. A walker that sees the table published, by a `Release` store, sees these
-    /// stores, too.
+    /// Returns the entries, for plain stores. The table is published later by a `Release` store, so a walker that sees
+    /// the table also sees these stores.
     pub(super) fn entries(&mut self) -> &mut [AtomicU64] {
         let first = self.table.platform.entries(self.table.frame);
         // SAFETY: an allocated frame has this number of entries, as `Platform`'s `# Safety` says. No other code knows
@@ -56,8 +56,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         self.meta().begin(0);
     }
 
-    /// Fills the table so that it means the same as the entry `bits` of the next higher `level`: with the pieces of a
-    /// leaf, or with empty entries.
+    /// Fills the table so that it maps the same as the entry `bits` of `level`, which is the next higher level: with
+    /// the pieces of a leaf, or with empty entries.
     pub(super) fn fill_below(&mut self, level: Level, bits: u64) {
         match F::decode(bits, level) {
             Entry::Leaf(huge) | Entry::Broken(huge) => {
@@ -69,10 +69,10 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         }
     }
 
-    /// Calls `store` to store an entry that refers to the frame, with `Release`.
+    /// Calls `store`, which must store, with `Release`, an entry that refers to the frame.
     ///
     /// # Errors
-    /// The error of `store`, which has then stored nothing, and the table.
+    /// If `store` returns an error, it must not have stored the entry. Returns this error, and the table.
     pub(super) fn publish<T, E>(
         self,
         store: impl FnOnce(Pfn) -> Result<T, E>,
@@ -80,12 +80,12 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         store(self.table.frame).map_err(|error| (error, self))
     }
 
-    /// Finishes the table. Returns the frame, which other threads may know from now on.
+    /// Returns the frame of the completed table. From then on other threads may know it.
     pub(crate) fn finish(self) -> Pfn {
         self.table.frame
     }
 
-    /// Returns the frame. The contents of the table are dropped.
+    /// Returns the frame. The contents of the table are not used.
     pub(super) fn unused(self) -> NewFrame {
         NewFrame(self.table.frame)
     }

@@ -1,4 +1,5 @@
-//! The resources with which a fault or a split changes tables: frames allocated ahead, and its last flush.
+//! The resources with which a fault or a split changes tables: frames that were allocated in advance, and the owner's
+//! last flush.
 
 use alloc::vec::Vec;
 
@@ -8,16 +9,16 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::stats::Counters;
 
-/// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
+/// Frames for tables, allocated in advance, so that an install need not allocate, which could fail or wait.
 pub(crate) struct FrameCache {
     frames: Vec<Pfn>,
-    /// Allocates and frees the frames.
+    /// Where the frames are allocated and freed.
     source: Shared<TableFrames>,
 }
 
 impl FrameCache {
-    /// The largest number of frames that one fault can need: for the missing tables, or for the splits, on the path
-    /// to its leaf. Below a root of level 5 there are four tables.
+    /// The largest number of frames that one fault can need, for missing tables or splits on the path to its leaf:
+    /// there are four tables below a root of level 5.
     pub(crate) const FAULT: usize = 4;
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
@@ -31,7 +32,7 @@ impl FrameCache {
     /// Allocates frames until the cache contains `frames` frames.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if there are still fewer; the frames that were allocated are kept.
+    /// [`OutOfMemory`]; frames that were allocated are kept.
     pub(crate) fn fill(
         &mut self,
         platform: &impl Platform,
@@ -49,8 +50,8 @@ impl FrameCache {
             source,
         } = self;
         source.allocate(platform, missing, |frame| all.push(frame));
-        // `take` pops from the end of the list. Because the list is reversed, `take` returns frames in the order of
-        // allocation, which is often that of their addresses.
+        // `take` pops from the end of the list. So reverse the new frames: then `take` returns them in the order of
+        // their allocation, which is often the order of their addresses.
         self.frames[before..].reverse();
         if self.frames.len() < frames {
             return Err(OutOfMemory);
@@ -61,7 +62,7 @@ impl FrameCache {
     /// Removes a frame and returns it.
     ///
     /// # Panics
-    /// If the cache is empty: the caller has filled the cache, or has checked.
+    /// If the cache is empty: the caller must have filled it or checked it.
     pub(crate) fn take(&mut self) -> NewFrame {
         let frame = self.frames.pop();
         NewFrame::of(frame.expect("the cache is filled before a fault"))
@@ -93,7 +94,7 @@ impl FrameCache {
     /// Frees all but `frames` frames.
     pub(crate) fn keep(&mut self, platform: &impl Platform, frames: usize) {
         let kept = frames.min(self.frames.len());
-        // SAFETY: the frames were allocated by `fill` and never published.
+        // SAFETY: `fill` has allocated the frames, and they were never published.
         unsafe { self.source.free(platform, &self.frames[kept..]) };
         self.frames.truncate(kept);
     }
@@ -101,12 +102,12 @@ impl FrameCache {
 
 /// The resources for an install or a split on one path, and a record of the changes that were made.
 pub(crate) struct Path<'a> {
-    /// Frames for new tables. Each path that a vCPU begins has [`FrameCache::FAULT`] of them.
+    /// Frames for new tables. For each install of a vCPU there are at least [`FrameCache::FAULT`].
     pub(crate) frames: &'a mut FrameCache,
     /// The last flush that the owner of the path has done itself.
     pub(crate) flushed: Flushed,
-    /// Whether the leaf is small only because of the policy `nx_huge_pages`: recovery may zap a level 1 table made for
-    /// it.
+    /// Whether the leaf to install is of level 1 only because of the policy `nx_huge_pages`. A level 1 table that is
+    /// made for it is marked, so that NX recovery may zap it.
     pub(crate) nx_split: bool,
     /// The number of huge leaves split, by level.
     pub(crate) splits: LeafCounts,
@@ -116,20 +117,20 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_splits: u64,
     /// The number of shadow pages made.
     pub(crate) shadow_pages: u64,
-    /// Whether the access is a store of the guest, after which a table of level 1 may be unsynced. Otherwise the MMU
-    /// may be setting a flag in a table, whose shadow pages then remain correct.
+    /// Whether the access is a store of the guest: then a guest table of level 1 in the page may become unsynced. If
+    /// the MMU itself sets a flag in a guest table, shadow pages stay correct, and this is `false`.
     pub(crate) stores: bool,
-    /// Whether the leaf was installed without the right to write, because the page contains a table of the guest. After
-    /// the write, the client reports it to the MMU.
+    /// Whether the leaf was installed without the right to write, because the page contains a tracked guest table. The
+    /// client must report the write to the MMU after it.
     pub(crate) tracked: bool,
-    /// The root of the shadow pages on the path through the guest's tables.
+    /// The shadow page that is the root of this path, if the path is through the guest's tables.
     pub(crate) root: Option<Root>,
     /// The number of shadow pages that have become unsynced.
     pub(crate) unsynced: u64,
 }
 
 impl<'a> Path<'a> {
-    /// Makes a path for an owner that has done no flush.
+    /// Makes a path for an owner that has not flushed.
     pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
         Path {
             frames,
@@ -155,7 +156,7 @@ impl<'a> Path<'a> {
 }
 
 impl Counters {
-    /// Counts `freed`: the leaves that were zapped, and the tables of NX splits among them.
+    /// Adds the zapped leaves and the freed tables in `freed` to the counters.
     pub(crate) fn leaves_zapped(&self, freed: &Freed) {
         for (gauge, n) in self.leaves().into_iter().zip(freed.leaves) {
             gauge.sub(n);
@@ -166,7 +167,7 @@ impl Counters {
         self.mmu_unsync.sub(freed.unsynced);
     }
 
-    /// Counts the splits done on `path`.
+    /// Adds what was done on `path` to the counters.
     pub(crate) fn path_done(&self, path: &Path<'_>) {
         if path.splits != LeafCounts::default() {
             let gauges = self.leaves();
@@ -182,5 +183,5 @@ impl Counters {
     }
 }
 
-/// Leaves by level: index 0 counts 4 KiB, 1 counts 2 MiB, 2 counts 1 GiB.
+/// Numbers of leaves by level: index 0 is level 1 (4 KiB), index 1 is level 2 (2 MiB), index 2 is level 3 (1 GiB).
 pub(crate) type LeafCounts = [u64; 3];

@@ -1,64 +1,66 @@
 //! Hierarchical write protection: one entry that refers to a table write-protects everything below it.
 //!
-//! A walker of EPT or NPT may write only if *every* entry on its path allows that ([`Format::TABLE_WRITE`]). So the
-//! start of dirty logging need not remove the right to write from each leaf. Instead it removes the right from the
-//! highest entries that cover only frames of the memslot, of level [`Format::PROTECT_FROM`] at most. For 64 GiB of EPT
-//! these are 64 entries, however small the leaves are. The first write below such an entry faults, and *pushes* the
-//! protection down one table at a time: it protects the 512 entries of the table below, and then gives the entry its
-//! right back.
+//! With EPT and NPT the guest may write only if *every* entry on the walker's path allows it ([`Format::TABLE_WRITE`]).
+//! So the start of dirty logging need not remove the right to write from each leaf. Instead it removes the right from
+//! the highest entries that cover only frames of the memslot and are at most of level [`Format::PROTECT_FROM`]. For 64
+//! GiB of EPT these are 64 entries, however small the leaves are. The first write below such an entry faults, and the
+//! fault *pushes* the protection down one table at a time: it protects the 512 entries of the table to which the entry
+//! refers, and then gives the right to write back to the entry.
 //!
 //! An entry without the right is *write-protected*. Leaves below it may contain the right to write, but it has no
 //! effect, and look-ups return them as write-protected ([`Found::entry`](super::Found::entry),
-//! [`At::decode`](super::At)). Logs can ignore them, too: no page below is written before a push, and after the push
-//! each leaf is protected by itself.
+//! [`At::decode`](super::At)). Dirty logs can ignore these leaves, too: no page below the entry is written before a
+//! push, and after the push each leaf is itself protected.
 //!
 //! # Who changes what
-//! * *Protect.* Changes the entry under the lock of the table that contains it, like all changes. The operation has a
-//!   ticket and flushes. Until then a TLB may still allow the writes, and a paging-structure cache may contain the old
-//!   entry.
-//! * *Push.* Works under the lock of the table **below** the entry. The holder reads the entry again. If the entry is
-//!   protected, the holder protects the entries of the table, and then exchanges the entry. So while one thread holds
-//!   the lock, no other gives the entry its right, and no leaf in the table changes. Without the lock, two pushes could
-//!   overlap, and a leaf could be made writable between them. The second push would remove the right from that leaf,
-//!   which a TLB may cache, without a flush.
-//! * *Lift*, when dirty logging has ended: works like a push, but the entries below keep their rights from before the
-//!   logging.
-//! * All other changes that replace the entry (zap, collapse) store another entry, under the lock of its own table.
-//!   Then the exchange of a push or a lift fails, or its result is replaced. The same bits cannot be stored again
-//!   meanwhile: the table is not freed before the pushing thread's reader section ends.
+//! * *Protect* removes the right to write from an entry, like all changes under the lock of the table that contains the
+//!   entry. The operation has a flush ticket and flushes. Until then a TLB may still allow writes, and a
+//!   paging-structure cache may contain the old entry.
+//! * *Push* works under the lock of the table **below** the entry: the table to which the entry refers. The holder of
+//!   this lock reads the entry again. If the entry is protected, the holder protects the entries of the table below,
+//!   and then gives the entry its right back by a compare-exchange. So while one thread holds the lock, no other thread
+//!   gives the entry its right, and no leaf in the table below changes. Without the lock, two pushes could overlap, and
+//!   a leaf could be made writable between them. The second push would remove the right from this leaf without a flush,
+//!   although a TLB may cache it.
+//! * *Lift*, when dirty logging has ended, gives the right back like a push, but does not protect the entries below,
+//!   which have kept their rights from before the logging.
+//! * All other changes that replace the entry (zap, collapse) are made under the lock of the table that contains it. If
+//!   such a change comes first, the compare-exchange of a push or a lift fails; if it comes later, it overwrites their
+//!   result. The old bits cannot be stored again in between, because the table below, to which they refer, is not freed
+//!   before the pushing thread's reader section ends.
 //!
-//! # Why it needs no flush, and nothing is lost
-//! * *A push changes nothing for walkers.* Before the push, the entry keeps walkers from writing; after it, each entry
-//!   of the table does. A TLB may cache a leaf below as writable only if it has read the leaf before the entry was
-//!   protected, and then the flush of that is due. Any operation that relies on leaves that it finds protected flushes
-//!   the frames that other operations' tickets cover ([`super::flushes`]).
-//! * *A push that protects entries which refer to tables* removes a right from them that no walker has used, because
-//!   the entry above did not grant it. That needs no flush if walkers cache the rights of a path together, as Intel
-//!   documents for EPT. AMD documents nothing like that: a walker might cache each entry separately, and combine an old
-//!   entry with the new entry above it. So with NPT only entries of level 2 are protected, which have only leaves
-//!   below. For a leaf, a TLB caches the rights of the whole path.
-//! * *A leaf that is made writable below a protected entry* (its fault found the path before it was protected) does no
-//!   harm: the entry keeps it from being written, and the next push protects it. A fault that finds its path protected
-//!   pushes before it installs.
-//! * *A harvest* takes bits of the log, and then protects their pages. It protects an entry again, or skips an entry
-//!   that is protected, by a read-modify-write of the entry. A push is an exchange of the same word. If the push comes
-//!   first, the harvest finds the right in the entry, and continues to the leaves, under the lock of their table, as
-//!   without hierarchical protection. If the push comes later, it *happens after* the harvest has taken the bits. So do
-//!   the following install, and the mark in the log. A plain load would not suffice: the fault could miss that the bit
-//!   was taken, and the harvest could miss that the right was given back.
-//! * *A right that is given back* needs no flush, like a right that is added to a leaf. A CPU that has cached the
-//!   protected entry faults once more, in vain. That fault drops the CPU's cached entries for the address (Intel SDM
-//!   3C, "Operations that Invalidate Cached Mappings", for EPT violations; AMD64 APM 2, "TLB Management", for page
-//!   faults), so the next try uses the tables.
+//! # Why a push needs no flush, and no write is lost
+//! * *A push changes nothing for walkers.* Before the push, the entry forbids writes; after it, each entry of the table
+//!   below does. A TLB can have a leaf below as writable only from before the entry was protected, and then the flush
+//!   of the protection is still due. An operation that finds leaves already protected, and relies on this, flushes the
+//!   frames that other operations' tickets cover ([`super::flushes`]).
+//! * *A push that protects entries which refer to tables* removes a right that no walker could use, because the entry
+//!   above did not grant it. This needs no flush if walkers cache the combined rights of a path, as Intel documents for
+//!   EPT. AMD does not document this: a walker might cache each entry separately, and combine the old, writable entry
+//!   with the new, writable entry above it. So with NPT only entries of level 2 are protected, below which there are
+//!   only leaves. For a leaf, a TLB always caches the combined rights of the whole path.
+//! * *A leaf that is made writable below a protected entry*, by a fault that walked the path before the entry was
+//!   protected, is harmless: the entry forbids writes through it, and the next push protects the leaf. A fault that
+//!   finds its path protected pushes before it installs.
+//! * *A harvest* removes marks from the dirty log, and then protects their pages. If it finds an entry protected, or
+//!   protects it, it does so by a read-modify-write of the entry, and a push is also a read-modify-write of the same
+//!   word. If the push is first, the harvest finds that the entry has the right, and continues to the leaves, under the
+//!   lock of their table, as without hierarchical protection. If the push is later, it *happens after* the harvest has
+//!   removed the marks, and so do the fault's install of the leaf and its mark in the log. With a plain load, the fault
+//!   could miss that the mark was removed, while the harvest misses that the right was given back.
+//! * *To give a right back* needs no flush, like adding a right to a leaf. A CPU that has cached the protected entry
+//!   faults once more, needlessly. That fault drops the CPU's cached entries for the address (Intel SDM 3C, "Operations
+//!   that Invalidate Cached Mappings", for EPT violations; AMD64 APM 2, "TLB Management", for page faults), so the next
+//!   access walks the tables.
 //!
-//! # What it costs later
-//! The first write to each 2 MiB protects a table of 512 leaves, and the first write to each GiB protects a table of
-//! 512 entries, before its page is made writable. Otherwise the log would have done this work for every table at its
-//! beginning; now it is done only for tables that are written to.
+//! # What the protection costs later
+//! Before the written page is made writable, the fault of the first write to each 2 MiB protects a table of 512 leaves,
+//! and that of the first write to each GiB also protects a table of 512 entries. Without hierarchical protection this
+//! work would be done for every table when logging starts; with it, only for tables below which the guest writes.
 //!
-//! Hierarchical protection is for trees of second-level formats with [`Format::TABLE_WRITE`], and for logs that work by
-//! write protection. Dirty bits cannot be cleared from above. The MMUs of shadow pages find leaves by their own lists,
-//! and protect each leaf.
+//! Hierarchical protection is used only in trees of formats with [`Format::TABLE_WRITE`], and for logs that work by
+//! write protection. (Dirty bits cannot be cleared through higher entries.) The MMUs of shadow pages find leaves by
+//! their lists, and protect each leaf.
 
 use core::ops::Range;
 
@@ -69,21 +71,22 @@ use crate::format::Format;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 
-/// The state that a [push](self) has found.
+/// The state in which a [push](self) finds an entry.
 enum Below<'t> {
-    /// The entry was protected. It stays so, unless it is replaced, while the lock of the table below is held.
+    /// The entry is protected, and stays so, unless it is replaced, as long as the lock of the table below is held.
+    /// Contains the guard of this lock, and the entry's bits.
     Protected(TableGuard<'t>, u64),
     /// Another thread has given the right back, or replaced the entry.
     Free,
 }
 
 impl At<'_> {
-    /// Write-protects everything below the entry, which refers to a table. Returns whether it was not write-protected
-    /// before. The caller flushes.
+    /// Write-protects everything below the entry, which refers to a table. Returns `false` if the entry was already
+    /// write-protected. The caller must flush.
     pub(crate) fn protect_below<F: Format>(&self) -> bool {
         if F::is_protected(self.bits) {
-            // A push may give the right back meanwhile. Use an exchange even if nothing changes: see "A harvest" in the
-            // module comment.
+            // A push may give the right back at the same time. Use a read-modify-write even if it changes nothing: see
+            // "A harvest" in the module comment.
             return !F::is_protected(self.entry.fetch_and(!F::TABLE_WRITE, AcqRel));
         }
         overwrite(self.entry, self.bits & !F::TABLE_WRITE, Release);
@@ -98,8 +101,8 @@ impl At<'_> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Pushes write protection down from all entries above the table of level `to` on the path of `cursor`, as far as
-    /// the path reaches. Afterwards `cursor` is at the last table reached.
+    /// Pushes write protection down from all entries on the path of `cursor` above its table of level `to`, or, if the
+    /// path ends earlier, above its last table. Afterwards `cursor` continues in that table.
     #[cold]
     pub(super) fn push_down(&self, cursor: &mut Cursor<'_, P, F>, to: Level) {
         let gfn = cursor.key().gfn();
@@ -120,7 +123,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         cursor.go_on_in(table.frame, level);
     }
 
-    /// Pushes write protection from `entry`, of `level`, into the table `below`, to which it referred.
+    /// Pushes write protection from `entry`, of `level`, into the table `below`, to which `entry` referred when it was
+    /// read.
     fn push(&self, entry: &AtomicU64, below: &Table<'_, P, F>, level: Level) {
         if let Below::Protected(_guard, bits) = lock_below::<P, F>(entry, below, level) {
             for lower in below.entries() {
@@ -130,8 +134,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Gives the right to write back to entries that refer to tables and cover only frames of `walk`. Does not change
-    /// the entries below them. Continues `walk`, and stops when its budget is used up.
+    /// Gives the right to write back to entries that refer to tables and cover only frames of the range of `walk`. Does
+    /// not change the entries below them. Continues `walk`, and stops when its budget is used up.
     pub(super) fn lift_unlocked(&self, walk: &mut Walk) {
         let range = walk.range();
         self.each_root(walk, |walk, root, gfns| {
@@ -139,7 +143,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// Lifts protection of entries for `gfns` in the table of `level` in `frame`, and in the tables below it.
+    /// Does this for the entries for `gfns` in the table of `level` in frame `frame`, and in the tables below it.
     fn lift_in(
         &self,
         walk: &mut Walk,
@@ -177,7 +181,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// Takes the lock of the table `below`, to which `entry`, of `level`, referred, and reads the entry again.
+/// Takes the lock of the table `below`, to which `entry`, of `level`, referred when it was read, and reads the entry
+/// again.
 fn lock_below<'t, P: Platform, F: Format>(
     entry: &AtomicU64,
     below: &Table<'t, P, F>,
@@ -191,14 +196,15 @@ fn lock_below<'t, P: Platform, F: Format>(
     }
 }
 
-/// Gives `entry`, which has `bits` unless it was replaced, the right to write.
+/// Gives the right to write to `entry`, unless it was replaced since `bits` were read.
 fn allow_writes<F: Format>(entry: &AtomicU64, bits: u64) {
-    // Fails if the entry was replaced. `Release`: a thread that finds the right also finds the entries below protected.
+    // The exchange fails if the entry was replaced. `Release`: a thread that sees the right also sees the entries below
+    // protected.
     let _ = entry.compare_exchange(bits, bits | F::TABLE_WRITE, AcqRel, Relaxed);
 }
 
-/// Write-protects the page or table to which `entry` refers, in a table of `level` whose lock is held. Loses no bit
-/// that a walker sets at the same time.
+/// Write-protects the leaf `entry`, or the table to which `entry` refers. The entry is in a table of `level` whose lock
+/// is held. Loses no bit that a walker sets at the same time.
 #[inline]
 fn protect<F: Format>(entry: &AtomicU64, level: Level) {
     let bits = entry.load(Relaxed);

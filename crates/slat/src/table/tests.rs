@@ -1,4 +1,4 @@
-//! Tests of the tree's behaviour, for page walkers that set accessed and dirty bits and for those that do not.
+//! Tests of the tree, for formats whose page walkers set accessed and dirty bits and for formats whose walkers do not.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -18,7 +18,7 @@ use crate::table::heap_platform::Heap;
 use crate::vm::range_op::{Step, Unflushed};
 use crate::{Level, ZappedLeaf};
 
-/// A tree. All threads of a test are in one reader section for the whole test.
+/// A tree whose users count as being in one reader section during the whole test.
 struct World<F: Format>(Guarded<Tree<Heap, F>>);
 
 type Mapping<'a, F> = &'a World<F>;
@@ -32,7 +32,7 @@ fn tree<F: Format>() -> World<F> {
 }
 
 fn section() -> InSection<'static> {
-    // SAFETY: only a test that has one thread frees tables.
+    // SAFETY: only tests with one thread free tables.
     unsafe { InSection::assume() }
 }
 
@@ -53,7 +53,8 @@ impl<F: Format> core::ops::Deref for World<F> {
     }
 }
 
-/// Flushes the region of `level` around `gfn`. No page walker uses these tables, so there is nothing to wait for.
+/// Makes the record of a flush of the region of `level` around `gfn`. No page walker uses these tables, so there is
+/// nothing to flush.
 fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
     Flushes::done(F::GRANULE.block(Gfn(gfn), level), tree.flushes.begin())
 }
@@ -94,7 +95,8 @@ const LEAF: Leaf = Leaf {
     privilege: Privilege::USER,
 };
 
-/// Maps `gfn` to the frame of `leaf` plus `gfn`. Flushes, mends and retries as a fault does.
+/// Maps `gfn`, by a leaf of `level` like `leaf`, to the frame `leaf.pfn` plus `gfn`. Flushes, mends and retries like a
+/// fault.
 fn map<F: Format>(
     tree: Mapping<'_, F>,
     gfn: u64,
@@ -166,8 +168,8 @@ fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     .leaves
 }
 
-/// Runs generic tests for formats that differ in dirty bits, in break-before-make, and in the size of the root and of
-/// a page.
+/// Runs generic tests for formats that differ in who sets dirty bits, in break-before-make, and in the size of roots
+/// and pages.
 macro_rules! for_formats {
     ($($test:ident)*) => {$(
         mod $test {
@@ -308,7 +310,7 @@ mod behaviour {
         let reached = tree.table(frame_of(&tree, n + 88));
         let unflushed = zap(&tree, n..2 * n);
         assert_eq!(pfn(&tree, n + 88), None);
-        // A walker that has reached the detached table before still finds the leaf in it.
+        // A walker that reached the table before it was detached still finds the leaf in it.
         let bits = reached.entry(88).load(Relaxed);
         assert!(
             matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(n + 88))
@@ -360,7 +362,7 @@ mod behaviour {
             map(&tree, 7, Level::PAGE, other),
             Ok(Installed::New)
         ));
-        // A huge leaf conflicts with a table of small leaves.
+        // A huge leaf cannot replace a table of small leaves: there is a conflict.
         assert!(matches!(
             map(&tree, 0, Level::MEGA, LEAF),
             Err(Retry::Conflict(_))
@@ -373,8 +375,8 @@ mod behaviour {
         ));
     }
 
-    /// As long as a ticket covers a cleared entry, only a thread that has itself flushed the entry installs a leaf
-    /// there.
+    /// As long as a ticket covers a cleared entry, only a thread that has itself flushed the entry may install a leaf
+    /// in it.
     pub fn a_cleared_entry_is_replaced_after_its_flush<F: Format>() {
         let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
@@ -405,7 +407,7 @@ mod behaviour {
             try_to_map(7, &flush(&tree, 7, Level::PAGE)),
             Ok(Installed::New)
         ));
-        // Clearing the entry again makes it name another flush. The ticket does not cover frame n + 88.
+        // Clear entry 7 again, which names a later flush then, and entry n + 88, which the ticket does not cover.
         let mine = flush(&tree, n + 88, Level::MEGA);
         let _ = (zap(&tree, 7..8), zap(&tree, n + 88..n + 89));
         assert!(matches!(try_to_map(n + 88, &nothing), Ok(Installed::New)));
@@ -528,8 +530,8 @@ mod behaviour {
     }
 }
 
-/// If an entry stores the uppermost bits of an address elsewhere, the entries of frames on both sides of a boundary
-/// are not an arithmetic sequence.
+/// In these formats an entry stores the uppermost bits of an address apart from the other bits. So the entries of
+/// frames on both sides of a boundary, at which these bits change, are not an arithmetic sequence.
 #[test]
 fn a_run_of_frames_is_mapped_right_or_not_at_all() {
     fn runs<F: Format>(boundary: u64) {
@@ -619,7 +621,7 @@ fn no_dirty_bit_is_lost_to_a_concurrent_protection_or_split() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 for ((entry, level), was_set) in entries.iter().zip(&was_set) {
-                    // Like hardware, reads the entry again before it sets the bits.
+                    // Like a hardware walker, read the entry again before setting the bits.
                     let marked = entry.fetch_update(Relaxed, Relaxed, |bits| {
                         matches!(Ept::decode(bits, *level), Entry::Leaf(leaf) if leaf.write)
                             .then_some(bits | set)
@@ -645,7 +647,7 @@ fn no_dirty_bit_is_lost_to_a_concurrent_protection_or_split() {
     }
 }
 
-/// A thread that has broken a leaf and flushed it may find another leaf there, which was broken after that flush.
+/// After a thread has broken a leaf and flushed, the entry may contain another leaf, which was broken after that flush.
 #[test]
 fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     type Arm = Stage2<48>;

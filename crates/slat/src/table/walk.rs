@@ -1,4 +1,4 @@
-//! Walks over ranges of frames in steps: stores the progress of a walk, and walks a tree.
+//! Walks over ranges of frames in steps: the progress of a walk, and the walk over a tree.
 
 use core::mem::replace;
 use core::ops::Range;
@@ -17,9 +17,10 @@ use crate::sync::held;
 /// A walk over a range, with its progress.
 pub(crate) struct Walk {
     range: Range<Gfn>,
-    /// The next frame; the end of the range when the walk is done.
+    /// The next frame to visit; the end of the range when the walk is done.
     at: Gfn,
-    /// For a walk over two MMUs ([`Self::both`]): the next frame in the first MMU, if it is after `at`.
+    /// For a walk over a tree and shadow pages ([`Self::both`]): the next frame to visit in the first of the two, if it
+    /// is after `at`.
     ahead: Gfn,
     /// The number of entries that the walk may still read in this step.
     budget: u32,
@@ -39,7 +40,7 @@ impl Walk {
         }
     }
 
-    /// Makes a walk over `range` that begins at `at`, as if everything before were done, with a budget of 0.
+    /// Makes a walk over `range` that has already visited the frames before `at`, with a budget of 0.
     pub(crate) fn resumed(range: Range<Gfn>, at: Gfn) -> Self {
         Walk {
             at: at.max(range.start),
@@ -47,14 +48,14 @@ impl Walk {
         }
     }
 
-    /// Runs `step`, which continues the walk with `budget`, and subtracts the part that it used.
+    /// Runs `step`, which continues the walk with `budget`, and subtracts from `budget` what the step has used.
     pub(crate) fn with_budget(&mut self, budget: &mut u32, step: impl FnOnce(&mut Self)) {
         self.budget = *budget;
         step(self);
         *budget = self.budget;
     }
 
-    /// Makes a walk that needs only one step for all of `range`.
+    /// Makes a walk whose budget suffices for all of `range` in one step.
     #[cfg(test)]
     pub(crate) fn unbroken(range: Range<Gfn>) -> Self {
         Walk {
@@ -68,7 +69,7 @@ impl Walk {
         self.range.clone()
     }
 
-    /// Returns the next frame; the end of the range when the walk is done.
+    /// Returns the next frame to visit; the end of the range when the walk is done.
     pub(crate) fn at(&self) -> Gfn {
         self.at
     }
@@ -78,7 +79,7 @@ impl Walk {
         self.at = gfn.max(self.range.start);
     }
 
-    /// Makes the walk continue at `gfn`, up to which its work is done.
+    /// Declares that the walk has visited the frames before `gfn`, so that it continues at `gfn`.
     pub(crate) fn stop_at(&mut self, gfn: Gfn) {
         self.at = gfn.min(self.range.end);
     }
@@ -99,15 +100,15 @@ impl Walk {
         self.entries += u64::from(entries);
     }
 
-    /// Counts up to `entries` that the walk is about to read, as far as its budget allows. Returns the number counted.
+    /// Counts `entries` that the walk is about to read, or fewer if its budget does not suffice. Returns the number
+    /// counted.
     pub(super) fn count_up_to(&mut self, entries: u32) -> u32 {
         let allowed = entries.min(self.budget);
         self.count(allowed);
         allowed
     }
 
-    /// Runs `work` with a walk over the frames of this walk before `end`. That walk continues where this one is, and
-    /// uses its budget.
+    /// Runs `work` with this walk, whose range ends at `end` during the call.
     pub(crate) fn before(&mut self, end: Gfn, work: impl FnOnce(&mut Self)) {
         let all = self.range.end;
         self.range.end = all.min(end);
@@ -115,8 +116,9 @@ impl Walk {
         self.range.end = all;
     }
 
-    /// Walks over the range with `first`, and over the frames that it has passed with `second`, each with a part of the
-    /// budget. Afterwards the walk is where `second` has stopped; `first` continues where it stopped.
+    /// Continues a walk over two sets of tables. `first` visits the frames of the range in the first set, and `second`
+    /// visits, in the second set, the frames that `first` has passed, each with a part of the budget. Afterwards
+    /// [`Self::at`] is where `second` has stopped; `first` continues where it stopped itself.
     pub(crate) fn both(&mut self, first: impl FnOnce(&mut Self), second: impl FnOnce(&mut Self)) {
         let from = self.at;
         self.ahead = self.ahead.max(from);
@@ -131,13 +133,14 @@ impl Walk {
         self.before(self.ahead, second);
     }
 
-    /// Counts the visit of one entry, which takes place even if the budget is used up.
+    /// Counts the read of one entry, which is done even if the budget is used up.
     pub(crate) fn visits(&mut self) {
         self.spend(1);
         self.entries += 1;
     }
 
-    /// Subtracts `budget`, or the rest if it is less, for work that takes as long as reading that number of entries.
+    /// Subtracts `budget` from the remaining budget, or all of it if less remains: for work that takes as long as
+    /// reading `budget` entries.
     pub(crate) fn spend(&mut self, budget: u32) {
         let paid = budget.min(self.budget);
         held::looked_at(paid);
@@ -145,14 +148,14 @@ impl Walk {
     }
 }
 
-/// The frame of the entry before which a walk has stopped.
+/// The frame before which a walk has stopped.
 pub(super) struct Stopped {
     pub(super) at: Gfn,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Continues `walk` in each root table that covers a part of the range, until the walk is done or `step` has
-    /// stopped.
+    /// Continues `walk` in each root table that covers a part of the range, until the walk is done or `step` returns
+    /// [`Stopped`].
     pub(super) fn each_root(
         &self,
         walk: &mut Walk,
@@ -173,7 +176,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         walk.at = walk.range.end;
     }
 
-    /// Continues `walk`, as [`ByGfn::walk`](super::ByGfn::walk) does.
+    /// Implements [`ByGfn::walk`](super::ByGfn::walk).
     pub(super) fn walk_on(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         self.each_root(walk, |walk, root, gfns| {
             let mut walker = Walker {
@@ -187,11 +190,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// The common facts of the entries of a table of level 1.
+/// Facts that are common to the entries of a table of level 1.
 struct Pages<'t> {
     meta: &'t TableMeta,
     cleared: &'t Cleared,
-    /// The path to the table is write-protected.
+    /// Whether the path to the table is write-protected.
     protected: bool,
 }
 
@@ -204,7 +207,7 @@ struct Walker<'w, P: Platform, F: Format, V> {
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// Walks over `range` in the level 1 table in `frame`. `protected`: whether the path to the table is
+    /// Walks over `range` in the level 1 table in `frame`. `protected` tells whether the path to the table is
     /// write-protected.
     fn pages(&mut self, frame: Pfn, range: Range<Gfn>, protected: bool) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
@@ -212,7 +215,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         let wanted = (range.end.0 - range.start.0) as usize;
         let allowed = match self.walk.budget as usize {
             budget if budget >= wanted => wanted,
-            // Count whole runs, so that the next step begins with a run.
+            // Read only whole runs, so that the next step begins with a whole run.
             budget @ RUN.. => budget - budget % RUN,
             budget => budget,
         };
@@ -242,7 +245,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         }
     }
 
-    /// Visits level 1 entries one by one; the first is for frame `first`.
+    /// Visits the level 1 entries `entries` one by one. The first entry is for frame `first`.
     fn each(&mut self, entries: &[AtomicU64], first: Gfn, all: &Pages<'_>) -> Result<(), Stopped> {
         entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
             let bits = entry.load(Relaxed);
@@ -265,8 +268,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         })
     }
 
-    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. `protected`: whether the path
-    /// to the table is write-protected.
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. `protected` tells whether the
+    /// path to the table is write-protected.
     fn table(
         &mut self,
         frame: Pfn,
@@ -324,8 +327,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Returns the table to which `entry` refers now, and the bits of the entry. `None`: the entry refers to no table,
-    /// or the walk skips the table.
+    /// Returns the table to which `entry` refers now, and the bits of the entry. `None`: the entry does not refer to a
+    /// table, or the walk skips this table.
     fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<(Pfn, u64)> {
         if self.show.skip_last_level && level == Level::MEGA {
             return None;
