@@ -100,7 +100,7 @@ counters! {
     mmu_recycled,
     /// Stores of the guest to its page tables that were reported to the MMU. 0 if the MMU shadows no tables.
     mmu_pte_write,
-    /// Entries that referred to a shadow page and were cleared because a store of the guest changed the shadowed entry.
+    /// Entries that referred to a shadow page and were cleared because the guest had changed its table.
     mmu_pde_zapped,
     /// Shadow pages zapped because the guest has stored to the table again and again without using it: the memory may
     /// not be a table any more.

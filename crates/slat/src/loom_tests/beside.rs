@@ -1,5 +1,5 @@
-//! Shadow pages beside a tree ([`crate::shadow`]): the CPUs store to the guest's tables by leaves of the tree, and
-//! shadow pages contain the translations by these tables.
+//! Shadow pages beside a tree ([`crate::shadow`]): CPUs store to the guest's nested tables through leaves of the tree,
+//! and read through shadow pages of these tables.
 
 use super::faults::replace_page;
 use super::guest_tables::{Cpu, DATA, Guest, OTHER, ROOT, TABLE, beside_host, entry, two_cpus};
@@ -8,16 +8,17 @@ use crate::MmuKind;
 use crate::addr::Level;
 use crate::vm::Config;
 
-/// Makes a guest like [`Guest::new`], with nested tables, and host pages of `level`.
+/// Makes a guest like [`Guest::new`], but with nested tables, and host pages of `level`.
 fn guest(level: Level, entries: &[(u64, usize, u64)]) -> Guest {
     let config = Config::default().with_mmu(MmuKind::Tdp).with_nested(true);
     Guest::with_config(config, level, entries)
 }
 
-/// A table with an entry for page 0, and another table for the same page. Nothing is tracked yet.
+/// The guest's tables: a root that refers to a table with an entry for page 0, and another table for the same page. No
+/// table is tracked yet.
 const TABLES: &[(u64, usize, u64)] = &[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)];
 
-/// Leaves of the tree allow stores to all tables.
+/// The tree has a writable leaf for each table.
 const WRITABLE: fn() -> Guest = || guest(Level::PAGE, TABLES);
 
 /// The tree has no leaf for the root of the tables.
@@ -30,15 +31,15 @@ const UNMAPPED: fn() -> Guest = || {
 /// The tree has a huge leaf for the root of the tables and the first other table.
 const HUGE: fn() -> Guest = || guest(Level::MEGA, TABLES);
 
-/// The tree has no leaf for these two frames.
+/// Like [`HUGE`], but the tree has no leaf for these two frames.
 const NO_HUGE: fn() -> Guest = || {
     let guest = HUGE();
     drop(guest.vm.invalidate(hvas(ROOT..TABLE + 1)));
     guest
 };
 
-/// The fault begins to track the root. Meanwhile the other CPU faults for its store to the root, or stores with the
-/// right in its TLB.
+/// The fault of one CPU begins to track the root. At the same time the other CPU stores to the root: through a fault,
+/// or through a writable translation that it has cached.
 #[test]
 fn no_store_goes_unnoticed_when_tracking_begins() {
     for prepare in [WRITABLE, UNMAPPED, HUGE, NO_HUGE] {
@@ -52,15 +53,15 @@ fn no_store_goes_unnoticed_when_tracking_begins() {
     }
 }
 
-/// The table of level 1 has a shadow page, which is synced.
+/// Like [`WRITABLE`], but the table of level 1 has a shadow page, which is synced.
 const SHADOWED: fn() -> Guest = || {
     let guest = WRITABLE();
     guest.on_cpu(|cpu| cpu.read(0));
     guest
 };
 
-/// The store makes the shadow page unsynced, and makes the tree's leaf for the table writable. The flush of the
-/// other CPU protects that leaf again.
+/// A first store has made the shadow page unsynced, and the tree's leaf for the table writable. One CPU's flush
+/// write-protects this leaf again, while the other CPU stores.
 #[test]
 fn no_store_goes_unnoticed_when_a_table_is_compared() {
     two_cpus(
@@ -85,7 +86,7 @@ fn no_leaf_of_either_is_left_of_a_page_that_is_invalidated() {
         2,
         || {
             let guest = SHADOWED();
-            // The tree has a leaf for the page, too.
+            // Map the page in the tree, too.
             guest.on_cpu(|cpu| cpu.store(DATA, 1, 0));
             guest
         },

@@ -1,5 +1,5 @@
-//! Writes concurrent with harvests of the dirty log. After each harvest a client copies the pages in the log. After the
-//! last harvest, the client's copy must contain the values that the guest has written last.
+//! Writes concurrent with harvests of the dirty log. After each harvest the client copies the pages in the log. After
+//! the last harvest, its copy must contain the values that the guest has written last.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::vm::{DirtyGfn, DirtyRing, RingSlot};
 use crate::{Change, Region};
 use crate::{DirtyLogMethod, Setting, Switch};
 
-/// The client's action to find writes to page 0.
+/// A harvest by the client. Returns whether page 0 is in the log.
 pub(super) type Harvest = fn(&SmallVm) -> bool;
 
 pub(super) const GET: Harvest = |vm| {
@@ -36,7 +36,7 @@ const GET_AND_CLEAR_BOTH: Harvest = |vm| {
     bitmap[0] & 1 != 0
 };
 
-/// Writes 1 and 2 to page 0, and checks the attention word in between.
+/// Writes 1 and then 2 to page 0. In between checks the attention word, and quiesces if it requests a flush.
 pub(super) fn write_twice(vcpu: &mut SmallVcpu) {
     let mut remembered = get(vcpu, 0, Write).unwrap();
     for version in 1..=2 {
@@ -76,21 +76,21 @@ fn no_write_is_lost(preemptions: usize, prepare: fn() -> Arc<SmallVm>, harvest: 
     });
 }
 
-/// A slot that logs dirty pages, with its page mapped for reading.
+/// A VM whose slot logs dirty pages by write protection, and whose page was read.
 const PROTECTED: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 1, LOGGED);
     touch(&vm, 0, Read);
     vm
 };
 
-/// A slot that logs, with its page written since the last harvest.
+/// A VM whose slot logs dirty pages by write protection, and whose page was written.
 const WRITTEN: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 1, LOGGED);
     touch(&vm, 0, Write);
     vm
 };
 
-/// A slot that logs by `method`, with its page mapped for reading.
+/// Makes a VM whose slot logs dirty pages by `method`, and whose page was read.
 fn by(method: DirtyLogMethod) -> Arc<SmallVm> {
     let vm = vm(Level::PAGE, 0, PLAIN);
     vm.set_policy(Setting::DirtyLog(method));
@@ -129,7 +129,8 @@ fn no_write_is_lost_by_a_harvest_of_walkers_buffers() {
     no_write_is_lost(3, BY_BUFFER, GET);
 }
 
-/// The second CPU finds the dirty bit set by the first CPU, which may not have written to its buffer yet.
+/// The second CPU may find the dirty bit already set by the first CPU, which has not yet written the page to its
+/// buffer.
 #[test]
 fn a_write_through_a_dirty_bit_of_another_cpu_is_in_the_next_log() {
     model(3, || {
@@ -143,7 +144,7 @@ fn a_write_through_a_dirty_bit_of_another_cpu_is_in_the_next_log() {
     });
 }
 
-/// The buffer has one entry, so each page is drained to the log by the CPU that writes the next one.
+/// The buffer has one entry, so to write the next page, a CPU must drain the last page to the log.
 #[test]
 fn no_page_of_a_full_buffer_is_lost_by_a_harvest() {
     model(2, || {
@@ -171,7 +172,7 @@ fn no_write_is_lost_when_the_client_clears_the_log() {
     no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
 }
 
-/// Another slot, with another id, replaces the slot. The client gets the log of the new slot from then on.
+/// A slot with another id replaces the slot. From then on the client gets the log of the new slot.
 #[test]
 fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
     for prepare in [PROTECTED, WRITTEN, BY_DIRTY_BIT, BY_BUFFER] {
@@ -214,8 +215,8 @@ fn no_write_is_lost_when_logging_by_buffers_begins() {
     });
 }
 
-/// Checks that the log has every write of a vCPU that writes to page 0 twice while logging starts. `prepare` makes the
-/// VM; its slot has `pages` pages.
+/// Checks that no write is lost when logging starts while a vCPU writes to page 0 twice. `prepare` makes the VM, whose
+/// slot has `pages` pages.
 fn no_write_is_lost_after_logging_begins(pages: u64, prepare: fn() -> Arc<SmallVm>) {
     model(2, move || {
         let vm = prepare();
@@ -223,7 +224,7 @@ fn no_write_is_lost_after_logging_begins(pages: u64, prepare: fn() -> Arc<SmallV
         let cpus = vm.clone();
         let guest = spawn(move || on_cpu(&cpus, write_twice));
         set_slot(&vm, 0, pages, LOGGED);
-        // The client copies everything once, then the pages in the log.
+        // The client copies all memory once, and later the pages in the log.
         copy.update(&vm, true);
         guest.join().unwrap();
         copy.update(&vm, GET(&vm));
@@ -241,7 +242,7 @@ fn no_write_is_lost_when_logging_begins_while_initially_set_is_switched() {
         let client = vm.clone();
         let switch = spawn(move || client.set_manual_dirty_log(true, true));
         set_slot(&vm, 0, 1, LOGGED);
-        // The client copies everything once, then the pages in the log.
+        // The client copies all memory once, and later the pages in the log.
         copy.update(&vm, true);
         on_cpu(&vm, write_twice);
         copy.update(&vm, GET(&vm));
@@ -255,7 +256,7 @@ fn a_huge_leaf_is_split_by_a_write_during_a_harvest() {
     no_write_is_lost(
         2,
         || {
-            // Without eager split the huge leaf is write-protected as a whole when dirty logging starts.
+            // With eager splits off, the huge leaf is only write-protected when dirty logging starts.
             let vm = vm(Level::MEGA, 2, PLAIN);
             touch(&vm, 0, Write);
             vm.set_policy(Setting::EagerPageSplit(Switch::Off));
@@ -275,8 +276,8 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
     });
 }
 
-/// A slot with the pages of one table. When its dirty logging started, they were write-protected by the entry above the
-/// table.
+/// A VM whose slot has the pages of one table. When dirty logging started, these were write-protected through the entry
+/// that refers to the table.
 const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 2, PLAIN);
     touch(&vm, 0, Write);
@@ -305,7 +306,8 @@ fn no_write_is_lost_by_a_harvest_below_a_protected_table() {
     no_write_is_lost(3, PUSHED, GET);
 }
 
-/// The harvest finds both pages marked, so it protects them by the entry above their table, while the guest writes.
+/// The harvest finds both pages marked, so it protects them through the entry that refers to their table, while the
+/// guest writes.
 #[test]
 fn no_write_is_lost_by_a_harvest_that_protects_from_above() {
     no_write_is_lost(3, BOTH_WRITTEN, GET);
@@ -329,9 +331,10 @@ fn no_write_is_lost_when_logging_begins_from_above() {
     });
 }
 
-/// The client has marked a page below the protected entry, so the harvest takes the page's bit, and finds the entry
-/// protected while the guest's write pushes the protection down. The push's store must happen after the harvest's read
-/// of the entry. Otherwise the fault would find its page still marked.
+/// The client has marked a page below the protected entry. So the harvest removes the page's mark and finds the entry
+/// protected, while the guest's write pushes the protection down. If the harvest finds the entry protected, the removal
+/// of the mark must happen before the push. Otherwise the fault could find its page still marked, and not mark it
+/// again.
 #[test]
 fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     no_write_is_lost(
@@ -345,7 +348,8 @@ fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     );
 }
 
-/// Without the check, the push would store an entry that refers to a table that is already unlinked.
+/// A push must give the right back by a compare-exchange. With a plain store, it could store an entry that refers to a
+/// table that another thread has just detached.
 #[test]
 fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     let invalidate = |vm: &SmallVm| drop(vm.invalidate(hvas(0..2)));
@@ -365,8 +369,9 @@ fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     }
 }
 
-/// Two vCPUs push the same entry down. The second must not remove the right from the page to which the first has given
-/// it: a client that clears only this page would find it protected, and flush nothing.
+/// Two vCPUs push the same entry down. After the first has made its page writable, the second push must not protect
+/// that page again: a client that then clears only this page would find it protected, and not flush, although a TLB may
+/// have it as writable.
 #[test]
 fn two_faults_push_one_entry_down() {
     model(2, || {
@@ -393,13 +398,13 @@ fn two_faults_push_one_entry_down() {
 
 const SLOT: RingSlot = RingSlot::new(0, 7);
 
-/// Resets one entry of `ring`.
+/// Resets one ring entry of `ring`.
 fn pop(ring: &DirtyRing) -> Option<(RingSlot, u64)> {
     ring.begin_reset();
     ring.pop_reset(|_| true)
 }
 
-/// A ring, with a reference to its memory.
+/// A dirty ring, with a second owner of its memory.
 struct Ring<const LEN: usize> {
     entries: Arc<[DirtyGfn]>,
     ring: Arc<DirtyRing>,

@@ -16,7 +16,7 @@ use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 use crate::{Prefetch, Setting};
 
-/// Runs `guest` on a CPU concurrently with `host`. Then runs `after`, then the audit.
+/// Runs `guest` on a vCPU concurrently with `host`. After both have ended, runs `after`, and then the audit.
 pub(super) fn with_cpu(
     preemptions: usize,
     prepare: fn() -> Arc<SmallVm>,
@@ -35,7 +35,7 @@ pub(super) fn with_cpu(
     });
 }
 
-/// Uses page `gfn` like a guest whose CPU sometimes checks its attention word.
+/// Uses page `gfn` like a guest, and checks the attention word in between, like a software CPU.
 pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     let mut remembered = get(vcpu, gfn, Read);
     for _ in 0..2 {
@@ -52,7 +52,7 @@ pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     }
 }
 
-/// Replaces the host page of backing page `page` by `new`. From then on only the host uses the old page.
+/// Replaces the host page of backing page `page` by `new`. Afterwards only the host may use the old page.
 pub(super) fn replace_page<F: Format>(vm: &Vm<Machine, F>, page: u64, new: u64) {
     let invalidation = vm.invalidate(hvas(page..page + 1));
     let machine = vm.platform();
@@ -125,8 +125,8 @@ fn nothing_stale_is_prefetched_during_an_invalidation() {
     );
 }
 
-/// A CPU uses page 0, whose translation it has cached, and `other` zaps the page. An invalidation, which may then find
-/// nothing mapped, must wait until the CPU does not use the page any more.
+/// A vCPU uses page 0 through a translation that it has cached, and `other` zaps the page's leaf. An invalidation of
+/// the page may then find no leaf, but must nevertheless wait until the vCPU does not use the page any more.
 fn an_invalidation_waits_for(other: fn(&SmallVm)) {
     model(2, move || {
         let vm = MAPPED();
@@ -206,7 +206,7 @@ fn tables_of_a_deleted_slot_are_freed_after_the_last_walker() {
     );
 }
 
-/// The vCPU finds the second page through the table that it has cached for the first page.
+/// For the second page, the vCPU uses the level 1 table that it has cached when it used the first page.
 #[test]
 fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
     with_cpu(
@@ -259,7 +259,7 @@ fn the_page_of_a_protected_leaf_is_not_reused_while_its_slot_moves() {
     );
 }
 
-/// One slot is split into two. Every access during the split finds memory.
+/// One slot is split into two slots. Every access during the change must find memory.
 #[test]
 fn a_slot_that_becomes_two_has_its_pages_all_the_time() {
     with_cpu(
@@ -323,8 +323,7 @@ fn a_table_is_replaced_by_a_huge_leaf_while_another_cpu_uses_it() {
     );
 }
 
-/// A slot whose dirty logging stops gets a huge leaf instead of its table, while a CPU uses the table or the host
-/// reclaims a page.
+/// A VM whose slot logs, so that small leaves map it. When logging stops, a huge leaf replaces their table.
 fn logged_huge_page() -> Arc<SmallVm> {
     let vm = vm(Level::MEGA, 2, LOGGED);
     touch(&vm, 0, Write);
@@ -359,7 +358,7 @@ fn no_huge_leaf_of_a_log_that_ends_reaches_into_a_page_that_is_invalidated() {
     });
 }
 
-/// A VM with a slot of two pages whose private backing is pages 4 and 5.
+/// Makes a VM with a slot of two pages, whose private backing is host pages 4 and 5.
 fn convertible(level: Level) -> Arc<SmallVm> {
     let vm = vm(level, 0, PLAIN);
     let (backing, private) = (hvas(0..1).start, hvas(4..5).start);
@@ -368,7 +367,7 @@ fn convertible(level: Level) -> Arc<SmallVm> {
     vm
 }
 
-/// Makes frame 0 private. From then on only the host uses the shared page.
+/// Makes frame 0 private. Afterwards only the host may use the page that backed it as shared memory.
 fn convert(vm: &SmallVm) {
     vm.set_memory_attributes(Gfn(0)..Gfn(1), MemoryAttributes::PRIVATE)
         .unwrap();

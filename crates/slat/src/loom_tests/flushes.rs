@@ -1,4 +1,4 @@
-//! Quiescence: readers that enter, leave and acknowledge, concurrent with writers that wait.
+//! Quiescence: readers that enter, leave and pass quiescent points, concurrent with writers that wait for them.
 
 use std::sync::{Arc, Mutex};
 use std::vec::Vec;
@@ -7,7 +7,7 @@ use super::{model, spawn, wait};
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 use crate::sync::quiesce::{Attention, Reader, Readers};
 
-/// A page that readers find by one entry. The entry is 0 after the page was removed.
+/// A page to which readers get through one entry. When the page is removed, the entry is set to 0.
 struct World {
     readers: Readers,
     entry: AtomicU64,
@@ -23,7 +23,7 @@ impl World {
         })
     }
 
-    /// Clears the entry, waits for readers as a flush does, and then owns the page alone.
+    /// Clears the entry, waits for readers like a flush, and then uses the page exclusively.
     fn remove_page(&self) {
         self.entry.store(0, Release);
         self.readers.synchronize(|round, _| wait(round));
@@ -83,8 +83,8 @@ fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
     });
 }
 
-/// One `Reader` is for brief sections, and both threads need it at the same time. The second thread may find this
-/// reader free, in use by the first thread, or while the first thread takes or releases it.
+/// Two threads begin a brief section, for which there is only one `Reader`. The second thread may find this reader
+/// free, in use, or just being taken or released by the first thread.
 #[test]
 fn two_brief_sections_at_once_are_both_waited_for() {
     model(2, || {
@@ -134,7 +134,7 @@ fn a_request_during_an_acknowledgement_is_not_lost() {
             let me = mine.readers.register().unwrap();
             me.enter(&mine.readers, 0);
             me.quiesce(&mine.readers);
-            // Runs guest code forever, and quiesces only when asked.
+            // Like a guest that runs forever: quiesces only when a flush is requested.
             while seen.load(Acquire) == 0 {
                 if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
                     me.quiesce(&mine.readers);

@@ -1,5 +1,4 @@
-//! Clones of a running VM: the clone gets the VM's memory as of one moment, and does not get what the VM writes
-//! later.
+//! Clones of a running VM: the clone must have the VM's memory as it was at one moment, without later writes of the VM.
 
 use std::sync::atomic::{AtomicU64 as Plain, Ordering::Relaxed as Plainly};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -14,14 +13,14 @@ use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 
-/// The pages of a machine that a VM and its clone share. Only the VM writes. Before it writes to a shared page, the
-/// platform gives it a copy, which is a page with another number.
+/// The pages of a machine that a VM and its clone share. Only the original VM writes. Before it writes to a shared
+/// page, the platform gives it a copy of the page, in another host page.
 #[derive(Default)]
 pub(super) struct Sharing {
     parent: OnceLock<Weak<SmallVm>>,
-    /// The id of the clone, and the pages that back it.
+    /// The id of the clone, and the host pages that back it.
     clone: Mutex<Option<(VmId, Vec<HostPage>)>>,
-    /// A bit for each page that backs both VMs.
+    /// Bit n is set if backing page n is shared by both VMs.
     shared: Plain,
 }
 
@@ -42,7 +41,7 @@ impl Sharing {
         self.shared.load(Plainly) >> page & 1 != 0
     }
 
-    /// Gives the cloned VM a copy of the shared `page`.
+    /// Gives the original VM its own copy of the shared page `page`.
     pub(super) fn copy(&self, machine: &Machine, page: u64) {
         let vm = self.parent.get().and_then(Weak::upgrade);
         let vm = vm.expect("its vCPU asks");
@@ -56,7 +55,7 @@ impl Sharing {
     }
 }
 
-/// The copy of page n is page n + `COPIES`.
+/// The copy of host page n is host page n + `COPIES`.
 const COPIES: u64 = 4;
 
 /// Makes a VM that may be cloned, with two pages. The guest has written the first page.
@@ -67,7 +66,7 @@ fn parent(flags: crate::SlotFlags) -> Arc<SmallVm> {
     vm
 }
 
-/// Writes `value` to page `page` by a translation that the vCPU may still use, or by a new one.
+/// Writes `value` to page `page`, like a guest.
 fn write(vcpu: &mut SmallVcpu, page: u64, value: u64) {
     if vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
         vcpu.quiesce();

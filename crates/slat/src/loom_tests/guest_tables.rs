@@ -1,9 +1,9 @@
 //! The shadow MMU: faults that read the guest's tables, concurrent with stores to these tables, with flushes by the
 //! guest, and with operations that zap shadow pages.
 //!
-//! The guest has PAE paging, with page-directory-pointer entries that its CPUs have loaded: two levels, and entries of
-//! 8 bytes. It uses only virtual pages 0 and 1, because a shadow table has 2 entries in these tests, although a guest's
-//! table has 512. Its CPUs store to the tables by guest-physical addresses, as with paging off.
+//! The guest uses PAE paging, with page-directory-pointer entries that its CPUs have already loaded. So its tables have
+//! two levels, and entries of 8 bytes. It uses only virtual pages 0 and 1, because shadow tables have only 2 entries in
+//! these tests (a guest's table has 512). Its CPUs store to the tables by guest-physical addresses, as with paging off.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ type ShadowVm = Vm<Machine, SmallX86<2>>;
 
 /// The frame of the page directory that most tests use.
 pub(super) const ROOT: u64 = 0;
-/// The frame of the first page table to which it refers.
+/// The frame of the page table to which the page directory refers at first.
 pub(super) const TABLE: u64 = 1;
-/// A frame that the page table maps first. It may also be a page directory.
+/// The frame that the page table's first entry maps at first. In some tests it contains a page directory.
 pub(super) const DATA: u64 = 2;
-/// A frame that a store maps. It is another page table, whose first entry maps the frame itself.
+/// A frame that a later store maps. It contains another page table, whose first entry maps this frame itself.
 pub(super) const OTHER: u64 = 3;
 
 /// Returns an entry for `frame`: present, writable, user, accessed and dirty.
@@ -33,7 +33,7 @@ pub(super) const fn entry(frame: u64) -> u64 {
     frame << PAGE_SHIFT | 0x67
 }
 
-/// A guest with page tables of its own, which the shadow MMU shadows.
+/// A guest that has its own page tables, which the shadow MMU shadows.
 #[derive(Clone)]
 pub(super) struct Guest {
     pub(super) vm: Arc<ShadowVm>,
@@ -70,20 +70,20 @@ impl HostWords for Words {
 }
 
 impl Guest {
-    /// Makes a guest with a slot of four pages. Its tables have `entries`: frame, index, and the frame to which the
-    /// entry refers. All its frames are mapped. The frames of tables are writable, so that stores go unnoticed until
-    /// the tables are tracked.
+    /// Makes a guest with a slot of four pages. Its tables contain `entries`: for each, the table's frame, the index,
+    /// and the frame to which the entry refers. All four frames are mapped writable, so that stores to tables are not
+    /// noticed before the tables are tracked.
     fn new(entries: &[(u64, usize, u64)]) -> Guest {
         Self::with_pages(Level::PAGE, entries)
     }
 
-    /// Makes a guest like [`Self::new`], with host pages of `level`.
+    /// Makes a guest like [`Self::new`], but with host pages of `level`.
     fn with_pages(level: Level, entries: &[(u64, usize, u64)]) -> Guest {
         let config = Config::default().with_mmu(MmuKind::Shadow);
         Self::with_config(config, level, entries)
     }
 
-    /// Makes a guest like [`Self::with_pages`], in a VM of `config`.
+    /// Makes a guest like [`Self::with_pages`], but in a VM with the configuration `config`.
     pub(super) fn with_config(
         config: Config,
         level: Level,
@@ -105,7 +105,8 @@ impl Guest {
         guest
     }
 
-    /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by the pages from `backing` on.
+    /// Creates slot 0 with `pages` pages from frame 0 on, backed by host pages from `backing` on. If `pages` is 0,
+    /// deletes the slot.
     fn set_slot(&self, backing: u64, pages: u64) {
         if pages == 0 {
             return self.vm.remove_memory_region(0, 0).unwrap();
@@ -115,7 +116,7 @@ impl Guest {
         self.vm.set_memory_region(0, &region).unwrap();
     }
 
-    /// Runs `code` on a new CPU.
+    /// Runs `code` on a new CPU of the guest.
     pub(super) fn on_cpu<R>(&self, code: impl FnOnce(&mut Cpu) -> R) -> R {
         let mut cpu = Cpu {
             vcpu: self.vm.create_vcpu().unwrap(),
@@ -128,7 +129,7 @@ impl Guest {
         result
     }
 
-    /// Starts a CPU that runs `code`.
+    /// Starts a thread with a new CPU of the guest that runs `code`.
     fn spawn<R: Send + 'static>(
         &self,
         code: impl FnOnce(&mut Cpu) -> R + 'static,
@@ -138,7 +139,7 @@ impl Guest {
     }
 }
 
-/// A CPU of the guest. It remembers no translation from one access to the next.
+/// A CPU of the guest. It caches no translation between two accesses.
 pub(super) struct Cpu {
     vcpu: Vcpu<Machine, SmallX86<2>>,
     words: Words,
@@ -161,12 +162,13 @@ impl Cpu {
         }
     }
 
-    /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None`: #PF or MMIO.
+    /// Reads virtual page `page` through the page directory in frame `ROOT`. Returns the number of the host page.
+    /// `None`: #PF or MMIO.
     pub(super) fn read(&mut self, page: u64) -> Option<u64> {
         self.access(ROOT, page, Read)
     }
 
-    /// Accesses virtual page `page` by the page directory in frame `root`.
+    /// Accesses virtual page `page` through the page directory in frame `root`. Returns the same as [`Self::read`].
     fn access(&mut self, root: u64, page: u64, access: Access) -> Option<u64> {
         let (gva, paging) = (page << PAGE_SHIFT, Self::paging(root));
         loop {
@@ -186,13 +188,13 @@ impl Cpu {
         }
     }
 
-    /// Stores `entry` at `index` of the table in frame `table`.
+    /// Stores `entry` at index `index` of the table in frame `table`.
     pub(super) fn store(&mut self, table: u64, index: usize, entry: u64) {
         let found = self.translate_store(table);
         self.store_by(found, table, index, entry);
     }
 
-    /// Translates the address of the table in frame `table`, for a store.
+    /// Translates the guest-physical address of the table in frame `table`, for a store.
     fn translate_store(&mut self, table: u64) -> Translation {
         loop {
             match self.vcpu.translate(Gpa(table << PAGE_SHIFT), Write) {
@@ -203,7 +205,7 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::store`], but uses the translation `found`.
+    /// Like [`Self::store`], but uses the translation `found` of the table.
     fn store_by(&mut self, found: Translation, table: u64, index: usize, entry: u64) {
         let offset = 8 * index as u64;
         (self.words.at(Hpa(found.host.0 + offset))).store(entry, Release);
@@ -212,7 +214,7 @@ impl Cpu {
         }
     }
 
-    /// Loads CR3 with its current value.
+    /// Flushes the TLB, as by loading CR3 with its current value.
     pub(super) fn flush(&mut self) {
         self.vcpu.flush_guest(&mut self.words);
     }
@@ -224,14 +226,15 @@ impl Cpu {
         self.read(0);
     }
 
-    /// Flushes virtual page `page` of the page directory `ROOT`.
+    /// Executes INVLPG for virtual page `page`, in the address space of the page directory `ROOT`.
     fn invlpg(&mut self, page: u64) {
         let gva = page << PAGE_SHIFT;
         let _ = (self.vcpu).invlpg(gva, &Self::paging(ROOT), &mut self.words);
     }
 }
 
-/// Runs `one` and `other` concurrently, each on its own CPU; then `after` on a third CPU, and the audit.
+/// Runs `one` and `other` concurrently, each on its own CPU. After both have ended, runs `after` on a third CPU, and
+/// then the audit.
 pub(super) fn two_cpus(
     preemptions: usize,
     prepare: fn() -> Guest,
@@ -249,12 +252,13 @@ pub(super) fn two_cpus(
     });
 }
 
-/// Two page tables, each with an entry for virtual page 0. The page directory refers to the first. Nothing is tracked
-/// yet.
+/// Two page tables, each with an entry for virtual page 0. The page directory refers to the first page table. No table
+/// is tracked yet.
 const UNTRACKED: fn() -> Guest =
     || Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)]);
 
-/// The fault begins to track the page directory. The other CPU has stored to it, or stores with the right in its TLB.
+/// The fault of one CPU begins to track the page directory. At the same time the other CPU stores to it, perhaps
+/// through a writable translation that it has cached.
 #[test]
 fn no_link_is_left_from_before_a_store_to_a_table_that_begins_to_be_tracked() {
     two_cpus(
@@ -266,7 +270,7 @@ fn no_link_is_left_from_before_a_store_to_a_table_that_begins_to_be_tracked() {
     );
 }
 
-/// The page directory is tracked, and its shadow page has no entry: the store finds nothing to zap.
+/// The page directory is tracked, and its shadow page has no entry, so the store finds no entry to zap.
 #[test]
 fn no_link_is_left_from_before_a_store_to_a_tracked_table() {
     two_cpus(
@@ -285,7 +289,7 @@ fn no_link_is_left_from_before_a_store_to_a_tracked_table() {
     );
 }
 
-/// A page table with entries for virtual pages 0 and 1, which has a shadow page.
+/// A guest whose page table has entries for virtual pages 0 and 1, and has a shadow page.
 const SHADOWED: fn() -> Guest = || {
     let guest = Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (TABLE, 1, OTHER)]);
     guest.on_cpu(|cpu| {
@@ -294,21 +298,21 @@ const SHADOWED: fn() -> Guest = || {
     guest
 };
 
-/// Like [`SHADOWED`], but stores to the page table are not noticed.
+/// Like [`SHADOWED`], but the shadow page is unsynced: stores to the page table are not noticed.
 const UNSYNCED: fn() -> Guest = || {
     let guest = SHADOWED();
     guest.on_cpu(|cpu| cpu.store(TABLE, 1, entry(OTHER)));
     guest
 };
 
-/// Like [`SHADOWED`], with leaves for virtual pages 0 and 1.
+/// Like [`SHADOWED`], but the shadow page has leaves for virtual pages 0 and 1.
 const MAPPED: fn() -> Guest = || {
     let guest = SHADOWED();
     guest.on_cpu(|cpu| cpu.read(0));
     guest
 };
 
-/// Maps virtual page 0 to `OTHER`, flushes, and reads.
+/// Maps virtual page 0 to `OTHER`, flushes, and reads the page.
 fn remap(cpu: &mut Cpu) {
     cpu.store(TABLE, 0, entry(OTHER));
     cpu.flush();
@@ -376,7 +380,8 @@ fn nothing_stale_is_left_of_a_table_that_two_cpus_compare() {
     );
 }
 
-/// Runs `host` concurrently with a CPU that runs `code`; then `after` on another CPU, and the audit.
+/// Runs `host` concurrently with a CPU that runs `code`. After both have ended, runs `after` on another CPU, and then
+/// the audit.
 pub(super) fn beside_host(
     preemptions: usize,
     prepare: fn() -> Guest,
@@ -407,7 +412,7 @@ fn no_shadow_leaf_is_left_of_a_page_that_is_invalidated() {
     }
 }
 
-/// Another slot replaces this slot, and the new slot's memory contains other tables.
+/// The slot gets other memory, which contains other tables.
 #[test]
 fn nothing_is_left_of_tables_whose_slot_is_replaced() {
     for prepare in [SHADOWED, MAPPED] {
@@ -427,13 +432,13 @@ fn nothing_is_left_of_tables_whose_slot_is_replaced() {
     }
 }
 
-/// Zaps the shadow page of the page directory, as the host does when it replaces the memory.
+/// Zaps the shadow page of the page directory, as if the host had replaced the memory of the directory.
 fn forget_root(guest: &Guest) {
     let vm = &guest.vm;
     vm.forget_tables(&vm.spaces[0], &(Gfn(ROOT)..Gfn(ROOT + 1)));
 }
 
-/// The walk takes no lock. It begins with a root that the CPU knows from before its last quiescent point.
+/// The walk takes no lock. It begins with a root that the CPU has found before its last quiescent point.
 #[test]
 fn no_walk_begins_with_a_root_that_is_zapped() {
     beside_host(3, MAPPED, Cpu::read_twice, forget_root, |cpu| {
@@ -452,8 +457,8 @@ fn shadow_pages_are_recycled_beside_a_walk() {
     );
 }
 
-/// The guest's directory maps a huge page. While the fault resolves the page, its shadow table is freed; the fault does
-/// not read it after that.
+/// The guest's directory maps a huge page. While the fault resolves the page, the directory's shadow page is zapped,
+/// and its table is freed. Afterwards the fault must not read that table.
 #[test]
 fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
     const DIRECTORY: u64 = 2;
@@ -464,7 +469,7 @@ fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
             let on = Setting::NxHugePages(crate::Switch::On);
             guest.vm.set_policy(on);
             guest.on_cpu(|cpu| {
-                // Bit 7: a page of 2 MiB, at 0.
+                // The entry maps a page of 2 MiB (bit 7) at address 0.
                 cpu.store(DIRECTORY, 0, entry(0) | 1 << 7);
                 assert_eq!(cpu.access(DIRECTORY, 0, Read), Some(0));
             });
@@ -480,8 +485,8 @@ fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
     );
 }
 
-/// Two page directories that refer to one page table, which is unsynced and has a leaf for virtual page 0. The second
-/// directory is tracked, and its shadow page has no entry yet.
+/// A guest with two page directories that refer to one page table. The page table's shadow page is unsynced, and has a
+/// leaf for virtual page 0. The second directory is tracked, and its shadow page has no entry yet.
 const TWO_DIRECTORIES: fn() -> Guest = || {
     let guest = Guest::new(&[
         (ROOT, 0, TABLE),
@@ -498,9 +503,10 @@ const TWO_DIRECTORIES: fn() -> Guest = || {
     guest
 };
 
-/// A CPU begins to compare the table with its shadow page. It waits until a second CPU, which may still store with the
-/// right in its TLB, has passed a quiescent point. Meanwhile a third CPU reaches the table by the other directory, and
-/// compares it, too. The second CPU's store must be noticed, or its flush must compare once more.
+/// A CPU begins to compare the page table with its shadow page. For this it waits until a second CPU, which may still
+/// store through a writable translation that it has cached, has passed a quiescent point. Meanwhile a third CPU reaches
+/// the page table through the other directory, and also compares it. The second CPU's store must be noticed, or the
+/// second CPU's flush must compare the table once more.
 #[test]
 fn a_table_is_not_synced_before_all_stores_to_it_are_noticed() {
     model(1, || {

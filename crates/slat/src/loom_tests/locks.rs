@@ -29,7 +29,7 @@ fn one_thread_at_a_time_has_a_fair_lock_and_sees_earlier_writes() {
 #[test]
 fn a_fair_lock_serves_threads_in_the_order_of_arrival() {
     model(3, || {
-        // Whether the other thread has held the lock.
+        // The data says whether the other thread has held the lock.
         let lock = Arc::new(FairLock::new(false));
         let waits = Arc::new(AtomicBool::new(false));
         let first = lock.lock(wait);

@@ -1,4 +1,4 @@
-//! The map of metadata, filled by allocations of two platforms at the same time.
+//! The map of metadata ([`crate::MetaMap`]), to which two threads add frames at the same time.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn two_threads_that_prepare_neighbours_find_one_another() {
             let mine = map.clone();
             let other = spawn(move || {
                 mine.prepare(Pfn(frames[1])).unwrap();
-                // `prepare` has written the metadata before `get` can find it.
+                // If `get` finds metadata, they must already be initialized.
                 if let Some(first) = mine.get(Pfn(frames[0])) {
                     // SAFETY: the map owns the metadata, and the map still exists.
                     assert_eq!(unsafe { first.as_ref() }.leaves.load(Relaxed), 0);

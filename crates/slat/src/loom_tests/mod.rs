@@ -1,15 +1,15 @@
-//! Tests of the engine's own source under the model checker loom, for pairs of concurrent operations.
+//! Tests of pairs of concurrent operations: the engine's own code under the model checker loom. To run them:
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom_tests`
 //!
-//! With loom, tables have two entries, and nodes of the slot trees four ([`crate::sync::atomic`] has the other
-//! differences). Each test runs two or three threads through all interleavings with at most `LOOM_MAX_PREEMPTIONS`
-//! preemptions, and through all values that loads may return by the memory model. If that variable is not set, the
-//! test decides, usually 2.
+//! With loom, tables have only two entries, and leaves of the slot index have four ([`crate::sync::atomic`] lists the
+//! other differences). Each test runs two or three threads in all interleavings with a limited number of preemptions,
+//! and with all values that loads may return by the memory model. The environment variable `LOOM_MAX_PREEMPTIONS` sets
+//! the limit; otherwise each test has its own, usually 2.
 //!
-//! Memory that is freed or reclaimed contains a [`Watch`]. After one thread owns the memory alone, loom reports every
-//! use that has not *happened before* that moment. Table frames, nodes, slots and slot sets are watched until they are
-//! freed, host pages until the host reclaims them.
+//! Memory that is freed or reclaimed contains a [`Watch`]. When a thread takes such memory over for exclusive use, loom
+//! reports every other use that does not *happen before* this. For table frames, nodes, slots and slot sets, this is
+//! when they are freed; for host pages, when the host reclaims them.
 
 mod beside;
 mod dirty;
@@ -55,17 +55,17 @@ fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     let test = Arc::new(test);
     builder.check(move || {
         counted.fetch_add(1, Relaxed);
-        // Do not run the model on the first thread, whose stack cannot be enlarged.
+        // Run the test in another thread, because the stack of the model's first thread cannot be enlarged.
         let test = test.clone();
         spawn(move || test()).join().unwrap();
     });
     std::println!("{} interleavings", runs.load(Relaxed));
 }
 
-/// Starts another thread. Loom's messages call it 2 or 3, and the test 1.
+/// Starts another thread. Loom's messages call such a thread 2 or 3, and the test's own thread 1.
 fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
     let thread = OneThread(thread);
-    // A vCPU and a fault need more than loom's own 32 KiB: loom's atomics are large.
+    // Loom's default stack of 32 KiB is too small for a vCPU and a fault, because loom's atomics are large.
     let builder = loom::thread::Builder::new().stack_size(STACK_WORDS);
     builder.spawn(move || thread.run()).unwrap()
 }
@@ -73,10 +73,10 @@ fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::threa
 /// The stack size of a thread, in words of 8 bytes.
 const STACK_WORDS: usize = 0x4000;
 
-/// The closure that a thread of loom runs. Loom's threads are coroutines of one thread.
+/// The closure that a thread of loom runs. It need not be `Send`, because loom's threads are coroutines of one thread.
 struct OneThread<T>(T);
 
-// SAFETY: the closure stays on the thread that runs the model.
+// SAFETY: the closure never leaves the thread that runs the model.
 unsafe impl<T> Send for OneThread<T> {}
 
 impl<R, T: FnOnce() -> R> OneThread<T> {
@@ -85,8 +85,9 @@ impl<R, T: FnOnce() -> R> OneThread<T> {
     }
 }
 
-/// Waits for one round, number `round`. Interleavings with many rounds are not explored: other threads could run in
-/// each round before, and two waiting threads would otherwise alternate forever.
+/// Waits for one round of waiting, which has the number `round`. Interleavings with many rounds are not explored. They
+/// would show nothing new, because other threads could already run in each earlier round, and two waiting threads could
+/// alternate forever.
 fn wait(round: u32) {
     if round >= 2 {
         loom::skip_branch();
@@ -105,7 +106,8 @@ struct SmallX86<const TOP: u8>;
 
 macro_rules! small_format {
     ($name:ident, $of:ty, $breaks:expr, $dirty:expr) => {
-        // SAFETY: only the tests' own walkers walk these tables, and they use `decode`; the entries are those of `$of`.
+        // SAFETY: only the tests' own walkers, which use `decode`, walk these tables; the entries are those of `$of`, a
+        // valid format.
         unsafe impl<const TOP: u8> Format for $name<TOP> {
             const NAME: &'static str = "small";
             const TOP: Level = Level(TOP);
@@ -121,7 +123,8 @@ macro_rules! small_format {
             const ACCESSED: u64 = <$of>::ACCESSED;
             const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
-            // A read leaves a page of a logged slot protected. So the tests explore the write that follows, too.
+            // With `false`, a read of a page in a logged slot leaves the page protected, so that the tests also explore
+            // the fault of a later write.
             const LOGS_READS: bool = false;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_NOTE_BITS: u32 = <$of>::MMIO_NOTE_BITS;
@@ -163,7 +166,7 @@ small_format!(Small, Ept, false, true);
 small_format!(SmallStage2, Stage2<39>, true, false);
 small_format!(SmallX86, X86<5>, false, true);
 
-/// A table frame. Freed frames are kept, so that a use after the free is reported instead of being undefined behaviour.
+/// A table frame. The memory of freed frames is kept, so that loom can report a use after free.
 struct Frame {
     entries: Entries,
     meta: TableMeta,
@@ -173,19 +176,19 @@ struct Frame {
 
 /// A page of host memory.
 struct Page {
-    /// Guests use the page until the host reclaims it.
+    /// Watches the page: guests may use it until the host reclaims it.
     alive: Watch,
     /// The value that the guest has written last.
     content: AtomicU64,
 }
 
-/// The platform. Its locks are never held over an operation of loom.
+/// The platform of these tests. Its own locks are never held during an operation that loom models.
 struct Machine {
     frames: Mutex<Vec<Box<Frame>>>,
     /// The host page to which each backing page is mapped.
     mapped: Mutex<Vec<HostPage>>,
     pages: Vec<Page>,
-    /// The cloned VM, and the pages of its clone.
+    /// The pages that a VM and its clone share.
     sharing: fork::Sharing,
 }
 
@@ -238,8 +241,8 @@ impl Machine {
     }
 }
 
-// SAFETY: frames are not moved or freed until the machine is dropped; the pages that `resolve` returns are not
-// accessed; no hardware walks these tables.
+// SAFETY: frames are neither moved nor freed before the machine is dropped; the pages that `resolve` returns are never
+// dereferenced; no hardware walks these tables.
 unsafe impl Platform for Machine {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         let frame = Box::new(Frame {
@@ -267,7 +270,8 @@ unsafe impl Platform for Machine {
 
     fn entries(&self, frame: Pfn) -> std::ptr::NonNull<Entries> {
         if loom::thread::panicking() {
-            // Do not panic: if a destructor uses the freed frame, a second panic would abort the process.
+            // The frame was freed. Do not panic here: during another panic, a second one from a destructor would abort
+            // the process.
             return Box::leak(Box::<Entries>::default()).into();
         }
         // SAFETY: frames live as long as `self`.
@@ -319,12 +323,12 @@ type SmallVcpu = Vcpu<Machine, Small<2>>;
 const PLAIN: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
-/// Makes a VM with a slot 0 of `pages` pages from frame 0 on; if `pages` is 0, without a slot.
+/// Makes a VM in which slot 0 contains `pages` pages from frame 0 on. If `pages` is 0, the VM has no slot.
 fn vm(level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
     vm_with(MmuKind::Tdp, level, pages, flags)
 }
 
-/// Makes a VM like [`vm`], with tables that `mmu` makes.
+/// Makes a VM like [`vm`], but with the MMU `mmu`.
 fn vm_with(mmu: MmuKind, level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
     let config = Config::default().with_mmu(mmu);
     let vm = Vm::new(Machine::new(level), config).unwrap();
@@ -335,8 +339,8 @@ fn vm_with(mmu: MmuKind, level: Level, pages: u64, flags: SlotFlags) -> Arc<Smal
     vm
 }
 
-/// Creates, moves or changes slot 0: `pages` pages from frame `base` on, backed like those of `vm`. Deletes it if
-/// `pages` is 0.
+/// Creates, moves or changes slot 0: afterwards it contains `pages` pages from frame `base` on, with the backing as in
+/// [`vm`]. If `pages` is 0, deletes it.
 fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
     if pages == 0 {
         return vm.remove_memory_region(0, 0).unwrap();
@@ -360,7 +364,8 @@ fn on_cpu<R>(vm: &Arc<SmallVm>, guest: impl FnOnce(&mut SmallVcpu) -> R) -> R {
     result
 }
 
-/// Returns the translation of frame `gfn`; `None` is MMIO. The caller has no other translation cached.
+/// Returns the translation of frame `gfn`. `None`: MMIO. If a flush is requested, quiesces, so the caller must have
+/// cached no other translation.
 fn get(vcpu: &mut SmallVcpu, gfn: u64, access: Access) -> Option<Translation> {
     loop {
         match vcpu.translate(Gpa(gfn << PAGE_SHIFT), access) {
@@ -372,7 +377,7 @@ fn get(vcpu: &mut SmallVcpu, gfn: u64, access: Access) -> Option<Translation> {
     }
 }
 
-/// Uses frame `gfn` once, on a new vCPU. Returns its host page; `None` is MMIO.
+/// Uses frame `gfn` once, on a new vCPU. Returns the host page. `None`: MMIO.
 fn touch(vm: &Arc<SmallVm>, gfn: u64, access: Access) -> Option<Pfn> {
     on_cpu(vm, |vcpu| {
         let translation = get(vcpu, gfn, access)?;

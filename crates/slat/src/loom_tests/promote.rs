@@ -1,6 +1,6 @@
 //! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with other operations on the table
-//! that it replaces by a huge leaf: faults, dirty logging that starts or stops, slot changes, invalidations, and
-//! another promotion.
+//! that a promotion replaces by a huge leaf: faults, dirty logging that starts or stops, slot changes, invalidations,
+//! and another promotion.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use super::{LOGGED, PLAIN, SmallVm, get, model, on_cpu, set_slot, spawn, touch, 
 use crate::addr::{Access::*, Level, Pfn};
 use crate::{Promotion, Setting, Switch};
 
-/// A slot of the two pages of one huge host page. Small leaves map `mapped` of the pages, although a huge leaf
-/// could map both.
+/// Makes a VM whose slot has two pages, of one huge host page. Small leaves map the first `mapped` of these pages,
+/// although a huge leaf could map both.
 fn small_leaves(mapped: u64) -> Arc<SmallVm> {
     let vm = vm(Level::MEGA, 2, PLAIN);
     vm.set_policy(Setting::HugePages(Switch::Off));
@@ -27,8 +27,8 @@ fn promote(vm: &Arc<SmallVm>) {
     vm.promote(&mut Promotion::default(), 2);
 }
 
-/// Promotes again, and checks that one huge leaf maps both pages. Whichever thread was first, no state remains that
-/// prevents the promotion.
+/// Promotes again, and checks that one huge leaf maps both pages: whichever thread was first, no state must remain that
+/// prevents a promotion.
 fn is_huge(vm: &Arc<SmallVm>) {
     promote(vm);
     assert_eq!((vm.stats().pages_4k, vm.stats().pages_2m), (0, 1));
@@ -37,7 +37,7 @@ fn is_huge(vm: &Arc<SmallVm>) {
     }
 }
 
-/// Runs a promotion concurrently with `host`, then `after`, then the audit.
+/// Runs a promotion concurrently with `host`. After both have ended, runs `after`, and then the audit.
 fn beside(
     prepare: fn() -> Arc<SmallVm>,
     host: fn(&Arc<SmallVm>),
@@ -73,7 +73,7 @@ fn no_write_is_lost_when_logging_begins() {
         BOTH,
         |vm| {
             set_slot(vm, 0, 2, LOGGED);
-            // The client copies everything once, then the pages in the log.
+            // The client copies all memory once, and later the pages in the log.
             let mut copy = Copy::default();
             copy.update(vm, true);
             on_cpu(vm, write_twice);

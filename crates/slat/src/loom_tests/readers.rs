@@ -14,7 +14,7 @@ use crate::{Change, DirtyLogMethod, Region, Setting};
 
 type Reader = LogReader<Machine, Small<2>>;
 
-/// Makes an epoch of `reader`, and returns whether page 0 is in it.
+/// Begins and commits an epoch of `reader`. Returns whether page 0 is in it.
 fn is_dirty(reader: &mut Reader) -> bool {
     let epoch = reader.begin();
     let dirty = epoch.pages() > 0;
@@ -22,7 +22,7 @@ fn is_dirty(reader: &mut Reader) -> bool {
     dirty
 }
 
-/// A guest writes to page 0 twice. Meanwhile a reader has an epoch, and the client makes `harvest`.
+/// A guest writes to page 0 twice. At the same time a reader has an epoch, and the client harvests by `harvest`.
 fn each_copy_is_whole(prepare: fn() -> Arc<SmallVm>, harvest: Harvest) {
     model(2, move || {
         let vm = prepare();
@@ -44,7 +44,7 @@ fn each_copy_is_whole(prepare: fn() -> Arc<SmallVm>, harvest: Harvest) {
     });
 }
 
-/// A slot that logs by `method`, with its page mapped for reading.
+/// Makes a VM whose slot logs dirty pages by `method`, and whose page was read.
 fn by(method: DirtyLogMethod) -> Arc<SmallVm> {
     let vm = vm(Level::PAGE, 0, PLAIN);
     vm.set_policy(Setting::DirtyLog(method));
@@ -63,7 +63,7 @@ fn each_reader_and_the_client_are_told_of_each_dirty_bit() {
     each_copy_is_whole(|| by(DirtyLogMethod::DirtyBit), GET);
 }
 
-/// The client harvests while a reader does.
+/// The client and a reader harvest at the same time.
 #[test]
 fn harvests_at_the_same_time_take_nothing_from_each_other() {
     model(2, || {

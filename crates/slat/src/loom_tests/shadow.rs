@@ -1,5 +1,5 @@
-//! The MMU of shadow pages: a fault that installs under the lock of the MMU, walks without that lock, and operations by
-//! the reverse map.
+//! The MMU of shadow pages: faults, which install leaves under the MMU's lock, concurrent with walks without this lock,
+//! and with operations through the reverse map.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ const MAPPED_HUGE: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-/// Zaps the oldest shadow page, like a fault that finds too many pages.
+/// Zaps the oldest shadow page, like a fault that finds too many shadow pages.
 fn recycle(vm: &Arc<SmallVm>) {
     vm.recycle(&vm.spaces[0], 1);
 }
@@ -68,7 +68,8 @@ fn a_huge_leaf_that_is_being_split_is_found_by_the_reverse_map() {
     );
 }
 
-/// The walk takes no lock. A table that it has reached is freed after the CPU has passed a quiescent point.
+/// The walk takes no lock. So a table that it may have reached must not be freed before the CPU has passed a quiescent
+/// point.
 #[test]
 fn a_table_is_recycled_beside_a_walk() {
     with_cpu(

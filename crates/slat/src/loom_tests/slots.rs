@@ -11,7 +11,7 @@ use crate::sync::quiesce::Readers;
 
 /// Enough slots for two leaves of the index of memslots.
 const SLOTS: u32 = 6;
-/// One less than the number of slots for which a leaf of the index has memory.
+/// A number of slots that leaves one free place in a leaf of the index.
 const FEW: u32 = 3;
 
 struct World {
@@ -42,7 +42,7 @@ impl World {
         self.slots.current(unsafe { InSection::assume() })
     }
 
-    /// Like [`Self::set`], but for several slots: id, base, pages.
+    /// Like [`Self::set`], but for several slots. Each change is a slot's id, base and number of pages.
     fn set_several(&self, changes: &[(u32, u64, u64)]) {
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
@@ -56,7 +56,7 @@ impl World {
         change.replace(&mut edits, &self.readers).unwrap();
     }
 
-    /// Changes a slot like a VM that finds nothing to flush: only the next change waits for readers.
+    /// Changes a slot like a VM that need not flush: so only the next change waits for readers.
     fn set(&self, slot: u32, base: u64, pages: u64) {
         let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
         let backing = hvas(slot as u64..slot as u64 + 1).start;
@@ -104,7 +104,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
                 me.leave();
             }
         });
-        // The second change is made in the set that the first change has replaced.
+        // This second change must be made in the set that the first change has replaced.
         world.set(1, 3, 1);
         world.set(1, 0, 0);
         thread.join().unwrap();

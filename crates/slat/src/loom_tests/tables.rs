@@ -1,4 +1,4 @@
-//! The tree alone: installs, splits and zaps, concurrent with each other and with walkers.
+//! A tree without a VM: installs, splits and zaps, concurrent with each other and with walkers.
 
 mod aging;
 mod break_before_make;
@@ -41,7 +41,7 @@ const LEAF: Leaf = Leaf {
     privilege: Privilege::USER,
 };
 
-/// Returns the leaf of page `n` of the pair that `LEAF` maps as a huge leaf.
+/// Returns the small leaf for page `n` of the two pages that `LEAF` maps as a huge leaf.
 fn page(n: u64) -> Leaf {
     Leaf {
         pfn: LEAF.pfn.add(n),
@@ -49,9 +49,9 @@ fn page(n: u64) -> Leaf {
     }
 }
 
-/// Replaces a reader section: the tests free tables only after all readers have passed.
+/// Returns a token of a reader section without a reader: the tests free tables only after all readers have passed.
 fn section() -> InSection<'static> {
-    // SAFETY: loom reports a use of a freed table.
+    // SAFETY: the tables' memory stays allocated, and loom reports a use of a freed table.
     unsafe { InSection::assume() }
 }
 
@@ -92,12 +92,12 @@ impl<F: Format> World<F> {
         tree.lookup(Gfn(gfn))
     }
 
-    /// Makes one attempt of a fault. Also returns the number of leaves that it has split.
+    /// Makes one attempt to install `leaf`, like a fault. Also returns the number of leaves that were split.
     fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Result<Installed, Retry>, u64) {
         self.map_after(&Flushed::default(), gfn, level, leaf)
     }
 
-    /// Like [`Self::map`], but for a thread that has done the flush `flushed`.
+    /// Like [`Self::map`], but for a thread whose own last flush is `flushed`.
     fn map_after(
         &self,
         flushed: &Flushed,
@@ -121,7 +121,7 @@ impl<F: Format> World<F> {
         });
     }
 
-    /// Makes attempts until the fault is done, as a vCPU does. Returns the number of leaves split.
+    /// Makes attempts until the leaf is installed, like a vCPU. Returns the number of leaves split.
     fn fault(&self, gfn: u64, leaf: Leaf) -> u64 {
         let mut splits = 0;
         let mut flushed = Flushed::default();
@@ -140,7 +140,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Flushes and mends until the leaf of `level` at `gfn` is mended. Returns the number of leaves split.
+    /// Flushes and mends until the broken leaf of `level` at `gfn` is mended. Returns the number of leaves split.
     fn mend(&self, gfn: u64, level: Level) -> u64 {
         loop {
             let flushed = self.flush(gfn, level);
@@ -154,7 +154,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Flushes like [`crate::Vm`]. There is no hardware to flush: these walkers cache nothing.
+    /// Flushes like [`crate::Vm`], but without hardware: the walkers of these tests cache nothing.
     fn flush(&self, gfn: u64, level: Level) -> Flushed {
         let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
@@ -184,7 +184,7 @@ impl<F: Format> World<F> {
         self.readers.release(me);
     }
 
-    /// Replaces the table for the first pair of pages by `LEAF`, flushes and frees, as the end of dirty logging does.
+    /// Replaces the table for the first pair of pages by `LEAF`, flushes and frees, like the end of dirty logging.
     fn collapse(&self) {
         let gfns = Gfn(0)..Gfn(2);
         let ticket = self.flushes.need_flush();
@@ -246,7 +246,7 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Runs two operations concurrently, then `after`.
+/// Runs two operations concurrently. After both have ended, runs `after`.
 fn two<F: Format>(
     preemptions: usize,
     prepare: fn() -> Arc<World<F>>,
@@ -469,8 +469,8 @@ fn one_leaf_is_split_once_by_a_fault_and_a_range_operation() {
     );
 }
 
-/// A walker that has set the dirty bit of a leaf may have written to the page: the bit must still be found after
-/// `change`.
+/// Checks that a dirty bit that a walker sets during `change` is not lost, because the walker may have written to the
+/// page.
 fn no_mark_is_lost(change: fn(&World<Small<2>>)) {
     no_mark_is_lost_in(World::with_huge_leaf, change);
 }
@@ -500,7 +500,7 @@ fn no_dirty_mark_is_lost_by_a_range_that_is_split() {
     no_mark_is_lost(split_all);
 }
 
-/// Write-protects a leaf while a walker sets its dirty bit. That bit may be lost, but the protection must not be.
+/// Checks that a leaf stays write-protected if a walker sets its dirty bit at the same time. (The bit may be lost.)
 fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
     model(3, move || {
         let world = prepare();
@@ -585,8 +585,8 @@ fn a_zap_during_a_fault_frees_only_tables_that_no_walker_reaches() {
     );
 }
 
-/// Runs `install` concurrently with a change that makes its check fail and then zaps. `install` gets the check, which
-/// it must make under the lock.
+/// Runs `install` concurrently with a change that first makes the check of `install` fail, and then zaps. Afterwards
+/// nothing may be installed. `install` gets the check as an argument, and makes it under the lock.
 fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> bool)) {
     model(3, move || {
         let world = World::<Small<2>>::new();
@@ -599,7 +599,7 @@ fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> b
             me.leave();
         });
         stale.store(1, Relaxed);
-        // Zap one page only: the zap of a whole table would detach the table.
+        // Zap only one page: to zap all pages of the table would detach it.
         world.zap(0..1);
         thread.join().unwrap();
         assert_eq!(world.find(0), Entry::Empty);

@@ -1,4 +1,4 @@
-//! VMIDs: CPUs enter guests while generations begin; one CPU flushes by number.
+//! VMIDs: CPUs enter guests while a generation begins, and one CPU flushes by VMID.
 
 use std::sync::{Arc, Mutex};
 use std::vec::Vec;
@@ -8,20 +8,20 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::{Vmid, VmidAllocator};
 
 const CPUS: usize = 2;
-/// The numbers are 1 to 3, so that the fourth VM begins a generation.
+/// With 2 bits the numbers are 1 to 3, so that the fourth VM begins a new generation.
 const BITS: u32 = 2;
 
 struct Machine {
     vmids: VmidAllocator,
     /// Each VM's number, and the version of its tables.
     vms: [(Vmid, AtomicU64); 4],
-    /// A TLB entry for each number: a VM, and the version of its tables. Each TLB entry has its own lock, so that only
-    /// a flush of this number makes the entry's CPU see the stores of the flushing CPU.
+    /// The TLB of each CPU, with at most one entry per number: the VM for which the entry was loaded, and the version
+    /// of its tables. Each TLB entry has its own lock, so that only a flush of this number orders the flushing CPU's
+    /// stores before the CPU's later accesses.
     tlbs: [[loom::sync::Mutex<Option<(usize, u64)>>; 1 << BITS]; CPUS],
-    /// For each CPU, the guest in which it is, and the guest's number. Not part of the model: loom does not see
-    /// this lock.
+    /// For each CPU, the guest that it runs, and the guest's number. This is for checks: loom does not model this lock.
     inside: Mutex<[Option<(usize, u16)>; CPUS]>,
-    /// All versions of VM 0 below this one are flushed. Not part of the model.
+    /// All versions of VM 0's tables below this one are flushed. This is for checks: loom does not model this lock.
     flushed: Mutex<u64>,
 }
 
@@ -76,7 +76,8 @@ impl Machine {
     }
 }
 
-/// Runs the guests `vms` one after another on each CPU. If `change`, a third CPU changes the tables meanwhile.
+/// Runs the guests `vms` one after another on each CPU. If `change`, another CPU changes VM 0's tables at the same
+/// time.
 fn run(vms: [&'static [usize]; CPUS], before: &'static [usize], change: bool) {
     model(3, move || {
         let machine = Machine::new();

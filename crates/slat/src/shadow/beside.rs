@@ -1,35 +1,36 @@
 //! Shadow pages beside a tree: nested paging. The guest is a hypervisor, L1, whose memory contains the tables for its
 //! own guests, L2. The tree translates the accesses of L1, by guest frame. Shadow pages of L1's tables translate the
-//! accesses of L2, by L2's physical addresses. No table belongs to both, and no walk that begins in one of them reaches
-//! the other.
+//! accesses of L2, by L2's physical addresses. No table belongs to both the tree and the shadow pages, and no walk that
+//! begins in one of the two reaches the other.
 //!
-//! # Who holds what
-//! * A leaf of either maps a frame of L1. So an operation by gfn covers both ([`super::by_gfn`]): first the tree, table
-//!   by table, then the shadow pages. Each has its own locks. So there is a moment when the operation has changed one
-//!   and not yet the other, as between two tables of a tree. The operation has one ticket, and flushes once, after
-//!   both.
+//! # Which operations concern both
+//! * Leaves of the tree and leaves of shadow pages map frames of L1. So an operation on a range of gfns works on both
+//!   ([`super::by_gfn`]): first on the tree, table by table, then on the shadow pages. The two have different locks, so
+//!   at some moment the operation has changed the tree and not yet the shadow pages. This is safe for the same reason
+//!   as between two tables of a tree: the operation has one flush ticket, and flushes once, after both.
 //! * L1 stores to its tables through leaves of the tree, and L2 through leaves of shadow pages, if L1 allows it. Both
-//!   kinds of stores are noticed ([`super::track`]): a frame with a tracked table is writable in neither, and no huge
-//!   leaf of either covers it.
+//!   kinds of stores are noticed ([`super::track`]): no leaf in the tree or in shadow pages that maps a tracked table
+//!   is writable, and no huge leaf covers it.
 //!
 //! # The order of locks
 //! The holder of the MMU's lock may take the lock of a table of the tree, one at a time, to write-protect a leaf
-//! ([`Tree::protect_frame`]). The reverse never happens: under a table's lock no thread takes the MMU's lock. A thread
-//! that holds the MMU's lock waits for a table's lock for a few instructions, or for one table.
+//! ([`Tree::protect_frame`]). The reverse never happens: under a table's lock no thread takes the MMU's lock. So a
+//! thread that holds the MMU's lock waits for a table's lock only while its holder works on one table.
 //!
 //! # Before the first shadow page
-//! Most guests are no hypervisors. Until a CPU first uses an address of L2, operations by gfn use the tree alone: they
-//! neither take the MMU's lock nor look for pages ([`Beginning`]). The first such CPU announces that there will be
-//! shadow pages. Then it waits until all reader sections that may have missed the announcement have ended. So an
-//! operation that did not look for pages was over before there was a page, and a fault that makes a page finds the
-//! changes of that operation.
+//! Most guests are not hypervisors. Until a vCPU first uses an address of L2, operations by gfn use only the tree: they
+//! neither take the MMU's lock nor search shadow pages ([`Beginning`]). The first vCPU that uses an address of L2
+//! announces that there will be shadow pages. Then it waits until all reader sections that may have missed the
+//! announcement have ended. So an operation that did not search shadow pages was over before there was one, and a fault
+//! that makes a shadow page sees what that operation has changed.
 //!
 //! # A fault in the tree, while tracking begins
-//! The fault asks under the MMU's lock whether the frame is tracked, and releases that lock. Under the lock of the
-//! table that receives the leaf, the fault checks that no tracking has begun since ([`Tracking::begun`]). Tracking
-//! begins in the other order: it raises that number, and then protects the leaf, taking the locks of all tables on its
-//! path. If the fault has the table's lock first, its leaf is protected. Otherwise the number has changed, and the
-//! fault asks again. The same holds for a huge leaf, for all frames that it covers.
+//! A fault that installs a leaf in the tree reads the number of times that tracking has begun ([`Tracking::begun`]).
+//! Then it checks under the MMU's lock whether the frame is tracked, and releases that lock. Under the lock of the
+//! table that receives the leaf, it checks that the number is unchanged. A thread that begins tracking does this in the
+//! other order: it raises the number, and then protects the tree's leaf, for which it takes the locks of all tables on
+//! the path. If the fault takes the table's lock first, its leaf is found and protected. Otherwise the fault finds that
+//! the number has changed, and begins again. The same is true for a huge leaf and all frames that it covers.
 
 use alloc::string::String;
 use core::ops::Range;
@@ -46,9 +47,9 @@ use crate::table::{At, Path, Retry, Tree};
 /// Whether there may be shadow pages.
 #[derive(Default)]
 pub(super) struct Beginning {
-    /// Operations by gfn in new reader sections look for shadow pages.
+    /// Set when shadow pages are announced: operations by gfn in new reader sections then search shadow pages, too.
     announced: AtomicBool,
-    /// All operations by gfn look for shadow pages: shadow pages may be made.
+    /// Set when all operations by gfn search shadow pages: then shadow pages may be made.
     over: AtomicBool,
 }
 
@@ -62,39 +63,38 @@ impl Beginning {
     }
 }
 
-/// Counts of tracking and of shadow pages, for a fault in the tree, which does not hold the MMU's lock. The counts
-/// change only under that lock.
+/// Counts for faults in the tree, which read them without the MMU's lock. The counts change only under that lock.
 #[derive(Default)]
 pub(super) struct Tracking {
-    /// The number of times that tracking of a table has begun.
+    /// The number of times that tracking of a guest table has begun.
     begun: AtomicU64,
     /// The number of shadow pages of guest tables.
     pages: AtomicU64,
 }
 
 impl Tracking {
-    /// Call after making a page of a guest table.
+    /// Call after making a shadow page of a guest table.
     pub(super) fn made(&self) {
         self.pages.store(self.pages.load(Relaxed) + 1, Relaxed);
     }
 
-    /// Call after zapping a page of a guest table.
+    /// Call after zapping a shadow page of a guest table.
     pub(super) fn forget(&self) {
         self.pages.store(self.pages.load(Relaxed) - 1, Relaxed);
     }
 
-    /// Call before protecting leaves that allow stores to a table.
+    /// Call when tracking of a guest table begins, before its leaves are write-protected.
     fn begin(&self) {
         self.begun.store(self.begun.load(Relaxed) + 1, Release);
     }
 
-    /// Returns the number of times that tracking of a table has begun.
+    /// Returns the number of times that tracking of a guest table has begun.
     pub(super) fn begun(&self) -> u64 {
         self.begun.load(Acquire)
     }
 
-    /// Returns whether there are pages of guest tables. If not, none of the tables counted by [`Self::begun`] is
-    /// tracked.
+    /// Returns whether there are shadow pages of guest tables. If not, no guest table that was tracked before the last
+    /// call of [`Self::begun`] is tracked now.
     pub(super) fn any(&self) -> bool {
         self.pages.load(Relaxed) != 0
     }
@@ -118,8 +118,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the direct page with which a walk by guest-physical addresses begins. `None`: such a walk
-    /// begins in the tree.
+    /// Returns the number of the direct page with which a walk by guest-physical addresses begins. `None`: there is a
+    /// tree, in which such a walk begins.
     pub(super) fn root(&self) -> Option<u32> {
         match self.physical {
             Physical::Pages(root) => Some(root),
@@ -139,7 +139,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.beginning.over.load(Acquire)
     }
 
-    /// Makes operations by gfn look for shadow pages, in reader sections that begin from now on.
+    /// Makes operations by gfn search shadow pages, too, in reader sections that begin after this call.
     pub(crate) fn announce(&self) {
         self.beginning.announced.store(true, Relaxed);
     }
@@ -149,24 +149,24 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.beginning.over.store(true, Release);
     }
 
-    /// Returns the tree, if it contains the entry `at`.
+    /// Returns the tree, if the entry `at` is in the tree and not in a shadow page.
     #[inline(always)]
     pub(super) fn tree_of(&self, at: &At<'_>) -> Option<&Tree<P, F>> {
         self.tree().filter(|_| at.is_in_tree())
     }
 
-    /// Returns whether there are shadow pages of guest tables. Other threads may make shadow pages meanwhile.
+    /// Returns whether there are shadow pages of guest tables. Other threads may change this at any time.
     pub(crate) fn has_tables(&self) -> bool {
         self.tracking.any()
     }
 
-    /// Returns how often tracking of a table has begun.
+    /// Returns the number of times that tracking of a guest table has begun.
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.tracking.begun()
     }
 
-    /// Write-protects all leaves that map `gfn`, which contains a table that begins to be tracked. Returns whether one
-    /// of them allowed stores.
+    /// Write-protects all leaves that map `gfn`, a frame with a guest table that begins to be tracked, in shadow pages
+    /// and in the tree. Returns whether one of them was writable.
     pub(super) fn protect(&self, pages: &Pages, gfn: Gfn) -> bool {
         self.tracking.begin();
         let in_pages = pages.protect::<P, F>(&self.platform, gfn);
@@ -174,8 +174,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         in_pages | in_tree
     }
 
-    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge leaf allows stores to any guest
-    /// table. The caller is in a reader section.
+    /// Checks that no leaf of `tree` allows stores to a tracked guest table, and that no huge leaf allows stores to any
+    /// guest table that has a shadow page. The caller is in a reader section.
     ///
     /// # Errors
     /// The first table to which a leaf allows stores.
@@ -199,18 +199,18 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(())
     }
 
-    /// Returns the tree, for an install at `target`. `None`: the path to `target` is in shadow pages.
+    /// Returns the tree, for an install at `target`. `None`: `target` is in shadow pages.
     #[inline(always)]
     pub(crate) fn tree_for(&self, target: &Target<'_, P, F>) -> Option<&Tree<P, F>> {
         self.tree().filter(|_| target.trail().is_none())
     }
 
-    /// Returns `leaf`, of `level`, without the right to write if it maps a tracked table, and the number of times that
-    /// tracking has begun. The leaf may be installed in the tree at `gfn` if [`Self::tracking_begun`] returns the same
-    /// number under the lock of the table that receives the leaf.
+    /// Returns `leaf`, which is of `level` and maps `gfn` in the tree, without the right to write if it maps a tracked
+    /// table. Also returns the number of times that tracking has begun. The leaf may be installed only if
+    /// [`Self::tracking_begun`] still returns this number under the lock of the table that receives the leaf.
     ///
     /// # Errors
-    /// [`Retry::Stale`]: a huge leaf would cover a guest table.
+    /// [`Retry::Stale`]: `leaf` is huge, and would cover a guest table that has a shadow page.
     pub(crate) fn leaf_beside(
         &self,
         gfn: Gfn,
@@ -229,8 +229,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`. If one of the leaves would map a guest table,
-    /// none of them gets the right to write. A later fault finds out whether its page may be written.
+    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`. If one of the leaves would map a guest table
+    /// that has a shadow page, none of them gets the right to write: a later write fault decides for its page alone.
     pub(crate) fn run_beside(&self, gfns: &Range<Gfn>, leaf: Leaf) -> (Leaf, u64) {
         let begun = self.tracking_begun();
         let has_table = self.tracking.any() && self.has_table(gfns);

@@ -9,7 +9,7 @@ pub(crate) struct Budget {
     limit: AtomicU64,
     /// Whether the client has set the limit.
     is_set: AtomicBool,
-    /// Pages in memslots.
+    /// The number of pages in memslots.
     memory: AtomicU64,
 }
 
@@ -28,19 +28,20 @@ impl Default for Budget {
 impl Budget {
     /// The lowest limit (KVM: `KVM_MIN_ALLOC_MMU_PAGES`).
     pub(crate) const LEAST: u64 = 64;
-    /// Unless the client sets a limit, the limit is one shadow page for this number of pages in memslots (KVM:
+    /// Unless the client sets a limit, the limit is one shadow page for each 50 pages in memslots (KVM:
     /// `KVM_PERMILLE_MMU_PAGES` is 20).
     const MEMORY_PER_PAGE: u64 = 50;
-    /// The number of pages that a fault may need.
+    /// The largest number of shadow pages that a fault may make.
     const FAULT: u64 = 8;
-    /// The number of further pages that are zapped at the same time, beyond those needed (KVM: `KVM_REFILL_PAGES`).
+    /// When shadow pages must be zapped, this number is zapped in addition, so that the next faults need not zap any
+    /// (KVM: `KVM_REFILL_PAGES`).
     const AT_A_TIME: u64 = 25;
 
     pub(crate) fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
 
-    /// Sets the limit to the client's value, at least [`Self::LEAST`].
+    /// Sets the limit that the client requests, but at least [`Self::LEAST`].
     pub(crate) fn set(&self, limit: u64) {
         self.is_set.store(true, Relaxed);
         self.limit.store(limit.max(Self::LEAST), Relaxed);
@@ -57,7 +58,7 @@ impl Budget {
         }
     }
 
-    /// Returns the number of pages that have to be zapped before a fault may make more.
+    /// Returns the number of shadow pages that must be zapped before a fault may make shadow pages.
     pub(crate) fn excess(&self) -> u64 {
         let (used, limit) = (self.used.load(Relaxed), self.limit());
         match used + Self::FAULT > limit {
@@ -66,13 +67,13 @@ impl Budget {
         }
     }
 
-    /// Returns the number of pages above the limit, if no fault follows.
+    /// Returns the number of shadow pages that are above the limit now, without space for a fault.
     pub(crate) fn beyond(&self) -> u64 {
         self.used.load(Relaxed).saturating_sub(self.limit())
     }
 
-    /// Returns whether there has ever been a shadow page. (Even if there is no shadow page now, a TLB may still cache
-    /// one's entries.)
+    /// Returns whether there has ever been a shadow page. (Even if there is none now, a TLB may still cache entries of
+    /// an earlier one.)
     pub(crate) fn was_used(&self) -> bool {
         self.was_used.load(Relaxed)
     }

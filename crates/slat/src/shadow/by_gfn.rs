@@ -1,9 +1,9 @@
 //! Operations by gfn on shadow pages: a walk over the reverse map.
 //!
-//! The walk shows leaves in the order of the frames that they map. Of one frame, it shows the leaves of higher levels
-//! first. With [`Show::tables`] it also shows the entry that refers to a direct page, at the region that the page maps.
-//! If no entry refers to a page, the walk shows an entry that is in no table. The walk holds the lock of the MMU for
-//! one step.
+//! The walk shows leaves in the order of the frames that they map. If several leaves map a frame, it shows the leaves
+//! of higher levels first. With [`Show::tables`] it also shows, for each direct page, the entry that refers to the
+//! page, at the region that the page maps. If no entry refers to the page, it shows a temporary entry that is in no
+//! table. The walk holds the lock of the MMU during a step.
 //!
 //! If there is a tree beside the shadow pages ([`super::beside`]), each step first walks the tree, without the lock of
 //! the MMU, and then walks the same frames in the shadow pages. [`At::is_in_tree`] tells whether an entry is in the
@@ -97,7 +97,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     }
 
     fn mend(&self, _gfn: Gfn, _level: Level, _path: &mut Path<'_>) -> bool {
-        // No leaf is ever broken: the formats of this MMU do not require break-before-make.
+        // There are no broken leaves, because the formats of this MMU do not require break-before-make.
         true
     }
 
@@ -123,7 +123,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     }
 
     fn is_nx_table(&self, frame: Pfn) -> bool {
-        // SAFETY: a walk has shown the entry that refers to the table, under the lock that it still holds.
+        // SAFETY: the walk has just shown the entry that refers to the table, and still holds the lock of the MMU.
         let table = unsafe { ShadowTable::at(&*self.platform, frame) };
         table.meta().nx_split.load(Relaxed)
     }
@@ -144,7 +144,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let end = walk.range().end.min(all_gfns::<F>().end);
         let begin = walk.at();
         if begin < end {
-            // Only the first step visits the entries of regions that begin before it.
+            // Entries of regions that begin before the first frame of a step are visited only in the first step of the
+            // walk.
             let is_first = begin == walk.range().start;
             let new_from = if is_first { Gfn(0) } else { begin };
             let pages = self.lock();
@@ -185,7 +186,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 }
 
-/// Returns the MMU's view of an entry that it shows.
+/// Returns the operations of this MMU on the entry `at`, which a walk in shadow pages shows.
 fn listed<'t>(at: &At<'t>) -> &'t dyn Listed {
     match at.kept {
         Kept::Listed(listed) => listed,
@@ -198,7 +199,7 @@ struct Shown<'w, P: Platform, F: Format> {
     mmu: &'w ShadowMmu<P, F>,
     pages: &'w Pages,
     id: EntryId,
-    /// The value of [`Region::listed_by`] for the region.
+    /// The [`Region::listed_by`] of the region at which the entry is shown.
     listed_by: (u32, usize),
 }
 
@@ -229,7 +230,7 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 }
 
-/// The position where a step ends before the end of the walk.
+/// The position at which a step has ended before the end of the walk.
 struct Stopped {
     /// The first frame whose entries were not visited.
     at: Gfn,
@@ -242,17 +243,17 @@ struct Walker<'w, P: Platform, F: Format, V> {
     show: Show,
     walk: &'w mut Walk,
     visit: &'w mut V,
-    /// Entries for regions that begin before this frame were visited by an earlier step.
+    /// Regions that begin before this frame were visited in an earlier step.
     new_from: Gfn,
     /// The first frame of the region that was visited last.
     visited: Gfn,
-    /// The table of the entry that was visited last: its page's number, its entries, and its metadata. The next entry
-    /// is often in the same table.
+    /// The table of the entry that was visited last (its page's number, its entries, and its metadata), because the
+    /// next entry is often in the same table.
     table: Option<(u32, &'w [AtomicU64], &'w TableMeta)>,
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// Walks over `range` in node `number`, of `level`, and in the nodes below it.
+    /// Walks over `range` in node `number` of the reverse map, which is of `level`, and in the nodes below it.
     fn node(&mut self, number: u32, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         let pages = self.pages;
         let node = pages.rmap.nodes.get(number);
@@ -264,9 +265,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let index = level.index(gfn);
             let listed = node.entry(index);
             if !listed.is_empty() {
-                // A step stops before the first region that begins at its last frame, and the next step visits all
-                // regions that begin there. So regions with the same first frame are never divided between two steps,
-                // and each step ends beyond the frame at which it began.
+                // A step stops only before a region with another first frame than the last visited region. So all
+                // regions with the same first frame are visited in one step, and each step makes progress.
                 if self.walk.is_spent() && below.start > self.visited {
                     return Err(Stopped { at: below.start });
                 }
@@ -290,7 +290,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Visits the entries and pages that the reverse map lists for `region`.
+    /// Visits the leaves and, if the walk shows tables, the direct pages that the reverse map lists for `region`.
     fn listed(&mut self, region: Region) -> Result<(), Stop> {
         let (pages, platform) = (self.pages, &*self.mmu.platform);
         let (node, index) = region.listed_by;
@@ -306,7 +306,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             if page.guest().is_some() {
                 continue;
             }
-            // Detaching the page clears all its entries.
+            // A visitor may detach the page, which takes time for each of its leaves.
             let meta = pages.table(platform, number).meta();
             self.walk.spend(meta.leaves.load(Relaxed).into());
             match pages.parents_of(page).next() {
@@ -316,13 +316,13 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                     self.visit(EntryId::new(number, 0), &entry, meta, region)?;
                 }
             }
-            // If the page was zapped, its number may belong to another page now.
+            // Forget the table: if its page was zapped, the page's number may belong to another page now.
             self.table = None;
         }
         Ok(())
     }
 
-    /// Visits entry `id`, which is listed for `region`.
+    /// Visits the page-table entry `id`, which is listed for `region`.
     fn entry(&mut self, id: EntryId, region: Region) -> Result<(), Stop> {
         let (entries, meta) = match self.table {
             Some((number, entries, meta)) if number == id.page() => (entries, meta),
@@ -335,7 +335,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         self.visit(id, &entries[id.index()], meta, region)
     }
 
-    /// Visits `entry` of a table with `meta`.
+    /// Visits the page-table entry `entry` of a table with the metadata `meta`.
     fn visit(
         &mut self,
         id: EntryId,
@@ -372,14 +372,14 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
     }
 }
 
-/// The region of an entry of the reverse map.
+/// A region of guest frames, for which an entry of the reverse map lists leaves and pages.
 #[derive(Clone, Copy)]
 struct Region {
-    /// The number of the entry's node, and its index there.
+    /// The number of the node that contains the entry of the reverse map, and the entry's index in the node.
     listed_by: (u32, usize),
     gfn: Gfn,
     level: Level,
 }
 
-/// The error of a walk whose visitor has ended the step.
+/// Error: the visitor has ended the step.
 struct Stop;

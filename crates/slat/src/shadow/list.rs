@@ -1,10 +1,10 @@
-//! Doubly linked lists of numbered objects, without pointers and without allocation: the user of a list finds the
-//! [`Link`] of an object by its number.
+//! Doubly linked lists of objects that have numbers. The lists contain numbers instead of pointers, and need no
+//! allocation: the user of a list provides the [`Link`] of each number.
 
 use core::cell::Cell;
 use core::iter;
 
-/// The end of a list; not the number of an object.
+/// The end of a list. No object has this number.
 pub(super) const END: u32 = 0;
 
 /// The neighbours of one object in its list.
@@ -22,13 +22,13 @@ impl Link {
         }
     }
 
-    /// Returns the number before, or [`END`].
+    /// Returns the number before this one in the list, or [`END`].
     pub(super) fn before(&self) -> u32 {
         self.before.get()
     }
 }
 
-/// A linked list of numbers, represented by the first number. [`END`] is the empty list.
+/// A linked list of numbers. Contains the first number, or [`END`] if the list is empty.
 pub(super) struct List(Cell<u32>);
 
 impl List {
@@ -40,7 +40,7 @@ impl List {
         self.0.get() == END
     }
 
-    /// Adds `number`, which is on no list, at the beginning. `link` finds the links of this list's numbers.
+    /// Adds `number`, which must be on no list, at the begin. `link` returns the link of a number.
     pub(super) fn push<'l>(&self, number: u32, link: impl Fn(u32) -> &'l Link) {
         let first = self.0.replace(number);
         let new = link(number);
@@ -51,7 +51,7 @@ impl List {
         }
     }
 
-    /// Removes `number`, which is on this list.
+    /// Removes `number`, which must be on this list.
     pub(super) fn remove<'l>(&self, number: u32, link: impl Fn(u32) -> &'l Link) {
         let Link { next, before } = link(number);
         let (next, before) = (next.get(), before.get());
@@ -67,7 +67,7 @@ impl List {
         }
     }
 
-    /// Iterates over the list. The caller may remove from the list the number that the iterator returned last.
+    /// Iterates over the list. During the iteration, the caller may remove the number that the iterator returned last.
     pub(super) fn iter<'l>(&self, link: impl Fn(u32) -> &'l Link) -> impl Iterator<Item = u32> {
         let mut next = self.0.get();
         iter::from_fn(move || {

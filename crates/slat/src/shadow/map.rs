@@ -14,8 +14,8 @@ use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen}
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Like [`Tree::map`](crate::table::Tree::map), but if the target has a trail (a recorded walk of the guest's
-    /// tables), maps the page that the guest's tables map.
+    /// Like [`Tree::map`](crate::table::Tree::map), but in shadow pages. If the target has a [`Trail`] (a recorded walk
+    /// of the guest's tables), installs the leaf on that path.
     pub(crate) fn map(
         &self,
         target: &Target<'_, P, F>,
@@ -73,7 +73,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 continue;
             }
             if self.shadows() && all.is_tracked(gfn) {
-                // A later fault handles this page.
+                // Leave the page to a later fault, which decides whether it may be writable.
                 continue;
             }
             let id = EntryId::new(number, first + i);
@@ -88,7 +88,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Like [`Tree::map_mmio`](crate::table::Tree::map_mmio), but in shadow pages.
     ///
     /// # Errors
-    /// [`Retry`] says what has to be done with the guest's tables before the caller tries again.
+    /// [`Retry`]: what the caller must do before it tries again.
     pub(crate) fn map_mmio(
         &self,
         target: &Target<'_, P, F>,
@@ -98,7 +98,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let trail = target.trail();
         let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
         let note = mmio_note::<F>(target.gfn(), rights);
-        // An MMIO entry for a guest-physical address needs no note of rights, because no table of the guest was used.
+        // `None`: the note does not fit. An MMIO entry for a guest-physical address needs no note: the guest's tables
+        // were not used.
         let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
         };
@@ -107,7 +108,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return Err(Retry::Unprepared);
         }
         let descent = self.track_tables(&pages, target, path)?;
-        // A larger leaf on the path means that a memslot was created meanwhile: give up, and do not change the leaf.
+        // If there is a larger leaf on the path, a memslot was created meanwhile: give up, and do not change the leaf.
         let reached = self.page_for(&pages, target, descent, Level::PAGE, OnLeaf::GiveUp, path);
         let number = match reached {
             Err(Retry::Conflict(_)) => return Ok(false),
@@ -138,17 +139,18 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 }
 
 impl Pages {
-    /// Lists entry `id`, which had `bits` and is about to become a leaf or an MMIO entry of level 1 for `gfn`.
+    /// Adds entry `id`, whose value is `bits`, to the list of `gfn`, with the note `note`. Call before the entry
+    /// becomes a leaf or an MMIO entry of level 1 for `gfn`.
     fn fill(&self, id: EntryId, bits: u64, gfn: Gfn, note: Note) {
         self.fill_at(id, bits, gfn, Level::PAGE, note);
     }
 
-    /// Like [`Self::fill`], for any level.
+    /// Like [`Self::fill`], but for an entry of `level`.
     fn fill_at(&self, id: EntryId, bits: u64, gfn: Gfn, level: Level, note: Note) {
         let page = self.pool.get(id.page());
         if bits != 0 {
-            // The old entry is an MMIO entry, perhaps of another frame: the guest has changed its table, and has not
-            // flushed.
+            // The old entry is an MMIO entry. It may be for another frame, if the guest has changed its table and has
+            // not flushed yet.
             self.unlist_leaf(id, page.gfn_at(id.index()), level);
         }
         page.set_note(id.index(), note);
@@ -157,18 +159,18 @@ impl Pages {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns the note for a leaf that maps `gfn` at `target`: the frame and the rights that the guest's tables grant.
+    /// Returns the [`Note`] for a leaf that maps `gfn` at `target`.
     fn note(target: &Target<'_, P, F>, gfn: Gfn) -> Note {
         match target.trail() {
             Some(trail) => Note::new(gfn, trail.rights),
-            // Without a trail, no table of the guest granted rights: the MMU shadows none, or the page is direct, whose
-            // role contains the rights.
+            // Without a trail, the guest's tables were not used: the leaf is in a direct page, whose role contains the
+            // rights.
             None => Note::NONE,
         }
     }
 
-    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf must not cover a table of
-    /// the guest.
+    /// Returns the largest level, up to `level`, at which a leaf may map `gfn`: a huge leaf must not cover a guest
+    /// table that has a shadow page.
     pub(super) fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
         let mut level = level;
         while self.shadows() && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
@@ -216,8 +218,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the page of `level` on the path to `target`. Continues the walk from where `descent` has
-    /// ended. Makes the missing pages.
+    /// Returns the number of the shadow page of `level` on the path to `target`. Continues the walk `descent`, and
+    /// makes missing pages.
     fn page_for(
         &self,
         pages: &Pages,
@@ -278,8 +280,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(number)
     }
 
-    /// Checks that an entry on `trail` may begin to refer to page `number`. A processor that takes a new path reads the
-    /// table anew. So the page must not contain entries from before the entry above was read.
+    /// Checks that an entry on `trail` may begin to refer to page `number`. The guest may expect that a processor which
+    /// uses a new path reads the table on this path anew. So an unsynced page must first be compared with the guest's
+    /// table, after the guest's entry above was read.
     fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), Retry> {
         let page = pages.pool.get(number);
         let is_stale =
@@ -290,8 +293,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the page for `gfn` and `role`. Makes the page if it does not exist: then its table is
-    /// empty, and no entry refers to it. `None`: `path` has no frame for the page.
+    /// Returns the number of the shadow page for `gfn` and `role`. If there is none, makes one, with an empty table to
+    /// which no entry refers. `None`: `path` has no frame for the table.
     pub(super) fn page(
         &self,
         pages: &Pages,
@@ -329,8 +332,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(number)
     }
 
-    /// Makes entry `id`, which has the value `old`, refer to the table of page `lower`. `Err`: a walker has set a bit
-    /// in the entry. The caller adds the entry to the list of parents.
+    /// Makes entry `id`, whose value is `old`, refer to the table of page `lower`. The caller must add the entry to the
+    /// list of the page's parents. `Err`: a walker has set a bit in the entry; contains the new value.
     fn refer(&self, pages: &Pages, id: EntryId, lower: u32, old: u64) -> Result<(), u64> {
         let table = pages.table(&*self.platform, id.page());
         let new = F::table(pages.pool.get(lower).frame.get());
@@ -338,9 +341,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         entry.compare_exchange(old, new, Release, Relaxed).map(drop)
     }
 
-    /// Replaces the huge leaf for `gfn`, its first frame, in entry `id` by a table of its pieces. May reuse a table
-    /// that was there before: then leaves in that table get the rights, accessed and dirty bits of their pieces.
-    /// Returns the number of the table's page; `None` if `path` has no frame for it.
+    /// Replaces the huge leaf in entry `id`, whose first frame is `gfn`, by a table of its pieces. May reuse an
+    /// existing shadow page: then leaves in its table get the rights, accessed and dirty bits of the pieces in
+    /// addition. Returns the number of the shadow page. `None`: `path` has no frame for a new table.
     pub(super) fn split_leaf(
         &self,
         pages: &Pages,
@@ -377,9 +380,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(lower)
     }
 
-    /// Adds the rights, accessed and dirty bits of `huge`, a leaf of the region that page `number` maps, to the leaves
-    /// in the page's table, and in the tables below. With `fill`, installs the pieces of `huge` in absent entries.
-    /// Returns the number of pieces installed.
+    /// Adds the rights, accessed and dirty bits of `huge`, a leaf for the whole region that page `number` maps, to the
+    /// leaves in the page's table and in the tables below it. If `fill`, also installs the pieces of `huge` in absent
+    /// entries of the page's table. Returns the number of pieces installed.
     fn spread(&self, pages: &Pages, number: u32, huge: Leaf, fill: bool) -> usize {
         let page = pages.pool.get(number);
         let (table, level) = (pages.table(&*self.platform, number), page.level());

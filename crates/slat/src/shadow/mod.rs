@@ -1,30 +1,30 @@
-//! The second MMU: shadow pages, connected by reverse maps. KVM calls all of this the shadow MMU. As KVM's *direct* MMU
-//! (`tdp_mmu=0`), it makes the tables of a second-level walker, like [`crate::table::Tree`]. But it finds the entries
-//! that map a guest frame by a reverse map, and not by their place in a tree.
+//! The MMU of shadow pages, which KVM calls the shadow MMU. It can shadow the guest's own tables. Or it can make the
+//! tables of a second-level walker, like [`crate::table::Tree`], as KVM's *direct* MMU does (`tdp_mmu=0`). In both
+//! cases it finds the entries that map a guest frame by a reverse map, not by their position in a tree.
 //!
 //! # Parts
-//! * A *shadow page* ([`page`]) is a table, with the guest frame and the *role* for which it is made. There is at most
-//!   one page for a frame and a role. A page to which no entry refers any more stays, and is found again by frame and
-//!   role.
+//! * A *shadow page* ([`page`]) is a table, together with the guest frame and the *role* for which it was made (see
+//!   [`trail`]). There is at most one shadow page for a frame and a role. If no entry refers to a page any more, the
+//!   page is kept, and can be found again by frame and role.
 //! * The *reverse map* ([`rmap`]) lists for each guest frame the leaves that map it. Operations by gfn ([`by_gfn`]) use
 //!   it.
-//! * A *tree* may be beside the shadow pages ([`beside`]). It then has all tables except those of a guest that is a
-//!   hypervisor.
-//! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up makes the VM zap the oldest
+//! * An MMU that shadows only nested tables also has a *tree* beside the shadow pages ([`beside`]), for all other
+//!   translations.
+//! * The number of pages is limited ([`Budget`]). If a fault finds that the limit is reached, the VM zaps the oldest
 //!   pages.
 //!
 //! # Who may change what
-//! * Each address space has one lock ([`ShadowMmu::lock`]). Only its holder changes entries, pages and lists. The
-//!   holder installs a leaf, or does one step of a walk. It waits for nothing, takes no other lock (except that of a
-//!   table of the tree: [`beside`]), and allocates nothing. The memory for an install is allocated before
+//! * Each address space has one lock ([`ShadowMmu::lock`]). Only its holder changes entries, pages and lists. It holds
+//!   the lock while it installs a leaf, or during one step of a walk. It does not wait, takes no other lock (except
+//!   that of a table of the tree: [`beside`]), and does not allocate. The memory for an install is allocated before
 //!   ([`ShadowMmu::prepare`]).
 //! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables apply here, too).
 //!   They set accessed and dirty bits in leaves, so the holder of the lock changes a leaf by a read-modify-write.
-//! * A fault checks under the lock whether its look-ups are still current. An invalidation first makes that check fail,
-//!   and then takes the lock. If the fault has the lock first, its leaf is on the list of its frame when the
-//!   invalidation looks there. Otherwise the fault finds that its look-ups are stale.
+//! * A fault checks under the lock whether its look-ups are still current. An invalidation first makes this check fail,
+//!   and then takes the lock. If the fault takes the lock first, the invalidation finds its leaf in the list of the
+//!   leaf's frame. Otherwise the fault finds that its look-ups are stale.
 //! * A zapped page's table is freed after the flush ([`crate::table::Detached`]), like a table of a `Tree`. The page's
-//!   record may be reused at once, because records are used under the lock only.
+//!   record may be reused at once, because records are only used under the lock.
 
 mod beside;
 mod budget;
@@ -68,36 +68,36 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     /// The tables for walks by guest-physical addresses.
     physical: Physical<P, F>,
     pages: SpinLock<Pages>,
-    /// Whether the MMU shadows tables of the guest.
+    /// Whether the MMU shadows guest tables; if not, all its pages are direct.
     shadows: bool,
     context: Root,
     tracking: Tracking,
     beginning: Beginning,
-    /// The number of zapped shadow pages that were roots, the pages from which walks start.
+    /// The number of zapped shadow pages that were roots: pages at which walks start.
     roots_zapped: AtomicU64,
     changes: Box<Changes>,
-    /// The number of times that all shadow pages were marked for comparison with the guest's tables.
+    /// How often all shadow pages were marked for comparison with the guest's tables ([`Self::distrust_all`]).
     distrusts: AtomicU64,
-    /// The value of `distrusts` when all shadow pages were last compared.
+    /// The value that `distrusts` had before all shadow pages were last compared.
     compared: AtomicU64,
-    /// The VM's TLB flushes, with the vCPUs that take part in them.
+    /// The flushes of the VM.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
-    /// Whether an install has found too few spare records, for shadow pages or for nodes of the reverse map.
+    /// Whether an install has found too few spare records (of shadow pages, or of nodes of the reverse map).
     is_short: AtomicBool,
     format: PhantomData<F>,
 }
 
-/// The tables for guest-physical addresses.
+/// The tables for walks by guest-physical addresses.
 enum Physical<P: Platform, F: Format> {
-    /// Direct pages, in a tree whose root has this number.
+    /// Direct pages. Contains the number of the root page.
     Pages(u32),
     /// A tree beside the shadow pages ([`beside`]).
     Tree(Tree<P, F>),
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Makes an MMU that maps nothing. If `shadows`, it shadows tables of the guest.
+    /// Makes an MMU that maps nothing. If `shadows`, it shadows the guest's tables.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -138,7 +138,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         })
     }
 
-    /// Makes an MMU that shadows tables of the guest, with `tree` for all other translations.
+    /// Makes an MMU that shadows nested tables of the guest, and has `tree` for all other translations.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -164,13 +164,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             compared: AtomicU64::new(0),
             flushes,
             budget,
-            // Allocate no records before the guest uses nested tables.
+            // `false`, so that no records are allocated before the guest uses nested tables.
             is_short: AtomicBool::new(false),
             format: PhantomData,
         })
     }
 
-    /// Makes an empty reverse map, and no page.
+    /// Makes the records of an MMU that has no shadow pages, with an empty reverse map.
     fn no_pages() -> Result<Pages, OutOfMemory> {
         let mut pages = Pages::new(F::TOP);
         let nodes = &mut pages.rmap.nodes;
@@ -190,7 +190,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         &self.platform
     }
 
-    /// Returns the root from which walks by guest-physical addresses start.
+    /// Returns the root at which walks by guest-physical addresses start.
     pub(crate) fn context(&self) -> Root {
         self.context
     }
@@ -205,7 +205,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         is_prepared
     }
 
-    /// Takes the lock, with the memory for an install allocated. The caller holds no lock.
+    /// Allocates the memory for an install, and takes the lock. The caller holds no lock.
     fn lock_prepared(&self, frames: &mut FrameCache) -> Result<SpinGuard<'_, Pages>, OutOfMemory> {
         loop {
             let pages = self.lock();
@@ -223,10 +223,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .lock(|round| self.platform.wait(round, WaitFor::Lock))
     }
 
-    /// Allocates the memory for installs of `tables` tables: table frames for `frames`, and for the MMU records of
-    /// shadow pages and of the reverse map. A fault allocates records only after an install has found too few of them
-    /// ([`Retry::Unprepared`](crate::table::Retry)): counting records takes the MMU's lock, which most faults take only
-    /// once, to install.
+    /// Allocates the memory that an install of up to `tables` new tables needs: frames, in `frames`, and the MMU's
+    /// records of shadow pages and of reverse-map nodes. Records are allocated only if an install has found too few of
+    /// them ([`Retry::Unprepared`](crate::table::Retry)), because counting them takes the MMU's lock, which most faults
+    /// take only once, for the install.
     ///
     /// # Errors
     /// [`OutOfMemory`]; memory that was already allocated is kept.
@@ -290,16 +290,17 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.budget.gave_back(1);
     }
 
-    /// Returns the number of zapped shadow pages that were roots, the pages from which walks start. If the number has
-    /// changed, a vCPU must not begin a walk with a root that it found in an earlier reader section.
+    /// Returns the number of zapped shadow pages that were roots (pages at which walks start). If the number has
+    /// changed since a vCPU found a root, and the vCPU has left that reader section, it must not begin a walk with this
+    /// root.
     pub(crate) fn roots_zapped(&self) -> u64 {
         self.roots_zapped.load(Acquire)
     }
 
-    /// Returns whether the table in `frame` maps parts of a larger page of the guest.
+    /// Returns whether the table in frame `frame` maps parts of a larger page of the guest.
     ///
     /// # Safety
-    /// - a walk has reached the table, in a reader section that the caller is still in.
+    /// - A walk has reached the table in a reader section in which the caller still is.
     pub(crate) unsafe fn maps_parts(&self, frame: Pfn) -> bool {
         // SAFETY: the caller is still in the reader section in which a walk reached the table, as this function's
         // `# Safety` asks of its caller.
@@ -307,8 +308,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         table.meta().maps_parts.load(Relaxed)
     }
 
-    /// Returns the root for walks that begin with the guest's table at `gfn`. `None`: there is no page for the table,
-    /// or stores to the table are not noticed.
+    /// Returns the root for walks that begin with the guest table in frame `gfn`. `None`: there is no shadow page of
+    /// the table, or it is not known to agree with the table.
     pub(crate) fn root_of(&self, gfn: Gfn, role: Role) -> Option<Root> {
         let pages = self.lock();
         let page = pages.pool.get(pages.find_page(gfn, role)?);
@@ -319,7 +320,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 }
 
-/// Makes the empty table of page `number` in `frame`. Returns the frame.
+/// Makes an empty table for page `number` in `frame`. Returns the frame.
 fn begin<P: Platform>(platform: &P, frame: NewFrame, number: u32) -> Pfn {
     let mut table = NewTable::<P, X86<5>>::new(platform, frame);
     table.clear();
@@ -335,8 +336,8 @@ impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
             let pages = self.lock();
             detached.push(&pages.table(&*self.platform, root), F::TOP);
         }
-        // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
-        // its CPUs before it drops the VM.
+        // SAFETY: `&mut self` shows that no software walker has a reference to a table, and the owner of a VM stops its
+        // CPUs before it drops the VM.
         let _ = unsafe { detached.free::<P, F>(&*self.platform, &self.frames) };
     }
 }

@@ -1,5 +1,5 @@
 //! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, the facts that the MMU stores about each table, and the
-//! lists that connect the tables' entries with guest frames and with each other.
+//! lists that contain the tables' entries.
 //!
 //! Every present entry is on one list. A leaf or an MMIO entry is on the list of the guest frame that it maps
 //! ([`super::rmap`]). An entry that refers to a table is on the list of parents of that table's page.
@@ -22,7 +22,7 @@ use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
 use crate::trace::Event;
 
-/// The table of a shadow page: 4 KiB, like x86's tables, whatever the format of its entries.
+/// The table of a shadow page: It has 4 KiB, like x86's tables, even if its entries have another format.
 pub(super) type ShadowTable<'p, P> = Table<'p, P, X86<5>>;
 
 /// The id of an entry of a shadow page: the page's number, and the entry's index.
@@ -46,31 +46,33 @@ impl EntryId {
 
 const _: () = assert!((Pool::<ShadowPage>::MOST + 1) * ENTRIES <= u32::MAX as usize);
 
-/// Whether a shadow page agrees with the guest's table.
+/// Whether the entries of a shadow page match the guest table that it shadows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Agreement {
-    /// Stores to the table are noticed, and the page reflects all of them.
+    /// Stores to the guest's table are noticed, and the page matches the table.
     Synced,
-    /// Stores are noticed again, but the page has not been compared with the table since it was [`Self::Unsynced`].
+    /// Stores to the guest's table are noticed again, but the page was not compared with the table since it was
+    /// [`Self::Unsynced`].
     ToCompare,
-    /// The guest may store to the table without the MMU noticing.
+    /// Stores to the guest's table are not noticed.
     Unsynced,
 }
 
-/// The facts about the guest's table of which a page was made, and a note for each leaf and MMIO entry.
+/// What the MMU stores about the guest table that a page shadows: general facts, and a [`Note`] for each entry of the
+/// page that is a leaf or an MMIO entry.
 pub(super) type Guest = Large<GuestTable, Cell<Note>, ENTRIES>;
 
-/// The facts about the guest's table.
+/// Facts about a guest table and its shadow page.
 pub(super) struct GuestTable {
     pub(super) agreement: Cell<Agreement>,
     /// The link in the list of pages that are not [`Agreement::Synced`].
     unsynced: Link,
-    /// The number of the flush after which all stores to the table are noticed. 0: all stores are already noticed, or
-    /// the page is [`Agreement::Unsynced`].
+    /// If the leaves of the table's frame were write-protected, and this is not known to be flushed yet: the number of
+    /// the flush after which all stores to the table are noticed. Otherwise 0.
     pub(super) flush: Cell<u64>,
     /// The number of stores since a walk last used the page.
     pub(super) stores: Cell<u8>,
-    /// Whether walks begin with the page.
+    /// Whether the page was used as a root, at which walks begin.
     pub(super) is_root: Cell<bool>,
 }
 
@@ -86,28 +88,30 @@ impl GuestTable {
     }
 }
 
-/// A shadow page, and the link of each entry that is present.
+/// A shadow page's record, with a list link for each entry of its table.
 pub(super) type ShadowPage = Large<Page, Link, ENTRIES>;
 
-/// The state of a shadow page, without the links of its entries.
+/// A shadow page's record, without the links of its entries.
 pub(super) struct Page {
-    /// The frame of this page's table.
+    /// The host frame of the page's table.
     pub(super) frame: Cell<Pfn>,
-    /// The frame of the guest's table. For a direct page, the first guest frame that the page maps.
+    /// The guest frame that contains the shadowed guest table. For a direct page, the first guest frame that the page
+    /// maps.
     pub(super) gfn: Cell<Gfn>,
     pub(super) role: Cell<Role>,
     /// The entries that refer to this page's table.
     pub(super) parents: List,
-    /// The link in the list of pages of the same frame.
+    /// The link in the list of pages of the same [`RmapEntry`].
     siblings: Link,
-    /// The link in the list of pages by age.
+    /// The link in [`Pages::active`].
     by_age: Link,
-    /// Present in an MMU that shadows tables of the guest. Direct pages do not use it.
+    /// What the MMU stores about the guest table. `Some` in an MMU that shadows guest tables, but not used for direct
+    /// pages.
     guest: Option<Box<Guest>>,
 }
 
 impl ShadowPage {
-    /// Makes a page record. If `shadows`, the record can be used for a table of the guest.
+    /// Makes a page record. If `shadows`, the record can be used for a page that shadows a guest table.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -138,8 +142,8 @@ impl ShadowPage {
         (self.guest.as_deref()).filter(|_| !self.role.get().is_direct())
     }
 
-    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page, also works
-    /// for an entry that refers to a table.
+    /// Returns the first guest frame that entry `index` maps. The entry must be a leaf or an MMIO entry, or in a direct
+    /// page.
     pub(super) fn gfn_at(&self, index: usize) -> Gfn {
         match self.guest() {
             Some(guest) => guest.array[index].get().gfn(),
@@ -147,7 +151,7 @@ impl ShadowPage {
         }
     }
 
-    /// Returns the rights that the guest has granted for entry `index`, a leaf or an MMIO entry.
+    /// Returns the note of entry `index`, which must be a leaf or an MMIO entry: the guest's frame and rights.
     pub(super) fn note(&self, index: usize) -> Note {
         match self.guest() {
             Some(guest) => guest.array[index].get(),
@@ -155,7 +159,7 @@ impl ShadowPage {
         }
     }
 
-    /// Sets the result of [`Self::note`]. A direct page takes its note from its role.
+    /// Sets the note of entry `index`. Has no effect for a direct page, whose notes are made from its role.
     pub(super) fn set_note(&self, index: usize, note: Note) {
         if let Some(guest) = self.guest() {
             guest.array[index].set(note);
@@ -163,7 +167,7 @@ impl ShadowPage {
     }
 }
 
-/// The kind of the entry that [`Pages::clear`] has cleared.
+/// What an entry was before [`Pages::clear`] cleared it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cleared {
     Nothing,
@@ -172,27 +176,27 @@ pub(super) enum Cleared {
     Mmio,
 }
 
-/// All shadow pages of an MMU. Used under its lock.
+/// All shadow pages of an MMU, and its reverse map. Only used under the MMU's lock.
 pub(super) struct Pages {
     pub(super) pool: Pool<ShadowPage>,
     pub(super) rmap: Rmap,
-    /// The pages in use without the root, newest first.
+    /// The pages in use, the newest first, without the permanent root.
     active: List,
-    /// The last page of `active`.
+    /// The last page of `active`, which is the oldest.
     oldest: Cell<u32>,
-    /// The pages that do not agree with the guest's table.
+    /// The pages whose agreement with the guest's table is not [`Agreement::Synced`].
     unsynced: List,
 }
 
 impl Pages {
-    /// Returns the largest number of pages that an install makes: one for each level of the guest's tables, and two
-    /// below a page of 1 GiB.
+    /// Returns the largest number of shadow pages that an install can make. If the MMU shadows guest tables: one for
+    /// each level of the guest's tables, and two for the pieces of a guest page of 1 GiB.
     pub(super) const fn install(shadows: bool) -> usize {
         if shadows { 7 } else { 4 }
     }
 
-    /// Returns the largest number of reverse-map nodes that an install makes: up to four for each page and for the
-    /// leaf.
+    /// Returns the largest number of reverse-map nodes that an install can make: up to four for each shadow page, and
+    /// four for the leaf.
     pub(super) const fn install_nodes(shadows: bool) -> usize {
         if shadows { 32 } else { 4 }
     }
@@ -207,7 +211,7 @@ impl Pages {
         }
     }
 
-    /// Whether an install can begin without an allocation.
+    /// Whether there are enough spare records for an install.
     #[inline]
     pub(super) fn is_prepared(&self, shadows: bool) -> bool {
         self.pool.spare() >= Self::install(shadows)
@@ -219,8 +223,8 @@ impl Pages {
         &self.pool.get(id.page()).array[id.index()]
     }
 
-    /// Takes a spare record for a page, and lists the page. `None`: no record is spare. The caller gives the page a
-    /// table.
+    /// Makes a shadow page for `gfn` and `role` of a spare record, and adds it to the lists. The caller must give the
+    /// page a table. `None`: there is no spare record.
     pub(super) fn new_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
         let number = self.pool.take()?;
         let page = self.pool.get(number);
@@ -246,8 +250,9 @@ impl Pages {
         Some(number)
     }
 
-    /// Returns the level of the reverse map's entry that lists pages of `role`. A direct table of level n maps the
-    /// region of one entry of level n + 1. A table of the guest is in one frame.
+    /// Returns the level of the reverse-map entries that list pages of `role`. A direct page with a table of level n
+    /// maps the region of one entry of level n + 1. For a page of a guest table, the region is the frame (level 1) that
+    /// contains the guest's table.
     fn listed_at(role: Role) -> Level {
         match role.is_direct() {
             true => Level(role.level.0 + 1),
@@ -255,7 +260,7 @@ impl Pages {
         }
     }
 
-    /// Returns the page for `gfn` and `role`, if there is one.
+    /// Returns the number of the shadow page for `gfn` and `role`, if there is one.
     pub(super) fn find_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
         let entry = self.rmap.find(gfn, Self::listed_at(role))?;
         self.pages_of(entry).find(|number| {
@@ -264,13 +269,14 @@ impl Pages {
         })
     }
 
-    /// Returns the numbers of the pages of the guest's table at `gfn`, whatever their role.
+    /// Returns the numbers of all shadow pages of the guest table in frame `gfn`: they have different roles.
     pub(super) fn pages_of_table(&self, gfn: Gfn) -> impl Iterator<Item = u32> {
         let entry = self.rmap.find(gfn, Level::PAGE);
         entry.into_iter().flat_map(|entry| self.pages_of(entry))
     }
 
-    /// Iterates over the pages that do not agree with the guest's table, beginning with the page that was listed last.
+    /// Iterates over the pages whose agreement is not [`Agreement::Synced`], beginning with the page that was last
+    /// added to this list.
     pub(super) fn unsynced(&self) -> impl Iterator<Item = u32> {
         self.unsynced.iter(|number| self.unsynced_link(number))
     }
@@ -282,8 +288,8 @@ impl Pages {
             .unsynced
     }
 
-    /// Makes page `number`, which shadows a table of the guest, [`Agreement::Unsynced`]. Returns whether the page was
-    /// [`Agreement::Synced`].
+    /// Makes page `number`, which shadows a guest table, [`Agreement::Unsynced`]. Returns whether the page was
+    /// [`Agreement::Synced`] before.
     pub(super) fn unsync_page(&self, platform: &impl Platform, number: u32) -> bool {
         let unsynced = self.set_agreement(number, Agreement::Unsynced);
         let page = self.pool.get(number);
@@ -296,8 +302,8 @@ impl Pages {
         unsynced
     }
 
-    /// Sets the agreement of page `number` with the guest's table. Returns whether the page is thereby added to the
-    /// list of pages that do not agree, or removed from the list.
+    /// Sets the agreement of page `number` with the guest's table. Returns whether this changes between
+    /// [`Agreement::Synced`] and another value: then the page was added to or removed from the list `unsynced`.
     pub(super) fn set_agreement(&self, number: u32, agreement: Agreement) -> bool {
         let guest = self.pool.get(number).guest();
         let guest = guest.expect("the page is one of a guest's table");
@@ -311,12 +317,12 @@ impl Pages {
         true
     }
 
-    /// Returns the numbers of the pages that `entry` of the reverse map lists.
+    /// Returns the numbers of the shadow pages that `entry` of the reverse map lists.
     pub(super) fn pages_of(&self, entry: &RmapEntry) -> impl Iterator<Item = u32> {
         entry.pages.iter(|number| &self.pool.get(number).siblings)
     }
 
-    /// Returns the page-table entries that `entry` of the reverse map lists.
+    /// Returns the leaves and MMIO entries that `entry` of the reverse map lists.
     pub(super) fn leaves_of(&self, entry: &RmapEntry) -> impl Iterator<Item = EntryId> {
         entry.leaves.iter(|id| self.link(id)).map(EntryId)
     }
@@ -326,31 +332,32 @@ impl Pages {
         page.parents.iter(|id| self.link(id)).map(EntryId)
     }
 
-    /// Returns the oldest page.
+    /// Returns the number of the oldest page in [`Self::active`].
     pub(super) fn oldest(&self) -> Option<u32> {
         (!self.active.is_empty()).then(|| self.oldest.get())
     }
 
-    /// Iterates over the pages in use, the newest first; without the root.
+    /// Iterates over the pages in use, the newest first, without the permanent root.
     pub(super) fn active(&self) -> impl Iterator<Item = u32> {
         self.active.iter(|number| &self.pool.get(number).by_age)
     }
 
-    /// Adds entry `id`, a leaf or an MMIO entry of `level` for `gfn`, to the list of the frame.
+    /// Adds entry `id`, a leaf or an MMIO entry of `level` for `gfn`, to the reverse map's list for this frame and
+    /// level.
     pub(super) fn list_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
         self.rmap.change(gfn, level, |entry| {
             entry.leaves.push(id.0, |id| self.link(id))
         });
     }
 
-    /// Removes entry `id`, a leaf or an MMIO entry of `level` for `gfn`, from its list.
+    /// Removes entry `id`, a leaf or an MMIO entry of `level` for `gfn`, from the reverse map's list.
     pub(super) fn unlist_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
         self.rmap.change(gfn, level, |entry| {
             entry.leaves.remove(id.0, |id| self.link(id));
         });
     }
 
-    /// Lists entry `id` as a parent of `page`.
+    /// Adds entry `id` to the parents of `page`: the entries that refer to the page's table.
     pub(super) fn list_parent(&self, id: EntryId, page: u32) {
         let parents = &self.pool.get(page).parents;
         parents.push(id.0, |id| self.link(id));
@@ -362,7 +369,8 @@ impl Pages {
         parents.remove(id.0, |id| self.link(id));
     }
 
-    /// Releases the record of a page whose entries are on no list. Returns whether the page was unsynced.
+    /// Removes page `number`, whose entries are on no list any more, from all lists, and releases its record. Returns
+    /// whether its agreement was not [`Agreement::Synced`].
     fn retire(&self, number: u32) -> bool {
         let page = self.pool.get(number);
         let mut unsynced = false;
@@ -386,8 +394,8 @@ impl Pages {
     }
 
     /// Zaps shadow page `number`: clears its entries and the entries that refer to it, and adds its table to
-    /// `detached`. Calls `zapped` for every leaf, with the leaf's first frame, level, and bits. Tables below the page
-    /// stay, for later reuse.
+    /// `detached`. Calls `zapped` for every leaf, with the leaf's first frame, level, and bits. The shadow pages of
+    /// tables below it are kept for reuse.
     pub(super) fn zap<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -417,8 +425,8 @@ impl Pages {
         detached.zapped.unsynced += u64::from(self.retire(number));
     }
 
-    /// Clears entry `id`, and removes it from its list. If it is a leaf, calls `zapped` with the leaf's first frame,
-    /// level, and bits.
+    /// Clears entry `id`, and removes it from the list that contains it. If it is a leaf, calls `zapped` with the
+    /// leaf's first frame, level, and bits.
     pub(super) fn clear<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -456,15 +464,15 @@ impl Pages {
         self.table_in(platform, self.pool.get(number).frame.get())
     }
 
-    /// Returns the number of the page whose table is in `frame`, given that an entry of another page refers to it.
+    /// Returns the number of the page whose table is in `frame`, to which an entry of another page refers.
     pub(super) fn number_of<P: Platform>(&self, platform: &P, frame: Pfn) -> u32 {
         self.table_in(platform, frame).meta().next.load(Relaxed) as u32
     }
 
-    /// Returns the table in `frame`, which belongs to a page in use.
+    /// Returns the table in frame `frame`, which must belong to a page in use.
     fn table_in<'p, P: Platform>(&self, platform: &'p P, frame: Pfn) -> ShadowTable<'p, P> {
-        // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped,
-        // which needs the lock, and a flush. Callers keep no reference beyond the lock.
+        // SAFETY: the page is in use, and the lock of the MMU is held. The table is freed only after the page was
+        // zapped, which requires the lock, and after a flush. Callers keep no reference when they release the lock.
         unsafe { ShadowTable::at(platform, frame) }
     }
 
@@ -534,7 +542,8 @@ impl Pages {
         }
     }
 
-    /// Checks that no leaf allows unnoticed stores to a table of the guest, and that no huge leaf maps one.
+    /// Checks that no leaf allows unnoticed stores to a tracked guest table, and that no huge leaf maps a guest table
+    /// that has a shadow page.
     fn check_tables<P: Platform, F: Format>(&self, platform: &P) -> Result<(), String> {
         for number in self.active() {
             let page = self.pool.get(number);
@@ -581,7 +590,8 @@ impl Pages {
         pages.map(parents).sum::<usize>() as u64
     }
 
-    /// Returns the number of leaves and MMIO entries that are listed in a node and below it.
+    /// Returns the number of leaves and MMIO entries that are listed in the given node of the reverse map and in the
+    /// nodes below it.
     fn listed_below(&self, (number, level): (u32, Level)) -> u64 {
         let node: &Node = self.rmap.nodes.get(number);
         let entries = (0..ENTRIES).map(|index| node.entry(index));

@@ -1,5 +1,5 @@
-//! Pools of records that are allocated ahead of their use, and found by a number. Taking or releasing a record
-//! allocates nothing, so both can be done under the lock of the MMU, in places that cannot fail.
+//! Pools of records that are allocated in advance and have numbers. Taking and releasing a record needs no allocation.
+//! So both can be done under the lock of the MMU, and in code that must not fail.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -8,14 +8,14 @@ use core::cell::RefCell;
 use super::list::END;
 use crate::heap::OutOfMemory;
 
-/// The records of one kind, numbered from 1. No record is freed before the pool is.
+/// The records of one kind, numbered from 1. Records are freed only together with the pool.
 pub(super) struct Pool<T> {
     records: Vec<Box<T>>,
-    /// The numbers of the records that are not in use. Has capacity for all records.
+    /// The numbers of the records that are not in use. It has capacity for all records.
     spare: RefCell<Vec<u32>>,
 }
 
-/// More records for a [`Pool`], allocated without its lock.
+/// More records for a [`Pool`], allocated while its lock is not held.
 pub(super) struct More<T> {
     records: Vec<Box<T>>,
     /// Larger lists for the pool, if the pool's own lists are full.
@@ -23,7 +23,8 @@ pub(super) struct More<T> {
 }
 
 impl<T> Pool<T> {
-    /// The largest number of a record. Types that contain such a number rely on this limit.
+    /// The largest number that a record may have. Types that pack such a number, like
+    /// [`EntryId`](super::page::EntryId), rely on this limit.
     pub(super) const MOST: usize = 1 << 22;
 
     pub(super) const fn new() -> Self {
@@ -33,7 +34,7 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Returns the record `number`.
+    /// Returns the record with the number `number`.
     #[inline]
     pub(super) fn get(&self, number: u32) -> &T {
         debug_assert_ne!(number, END);
@@ -56,12 +57,12 @@ impl<T> Pool<T> {
         self.spare.borrow_mut().push(number);
     }
 
-    /// Returns the number of records that the pool's lists have capacity for.
+    /// Returns the number of records for which the pool's lists have capacity.
     fn capacity(&self) -> usize {
         (self.records.capacity()).min(self.spare.borrow().capacity())
     }
 
-    /// Returns the request with which [`More::allocate`] allocates `records` more records.
+    /// Makes a request for `records` more records, for [`More::allocate`].
     ///
     /// # Errors
     /// [`OutOfMemory`] if the pool would have more than [`Self::MOST`] records.
@@ -79,8 +80,9 @@ impl<T> Pool<T> {
         })
     }
 
-    /// Adds the records that [`More::allocate`] has allocated. Returns the records that do not fit, because another
-    /// thread has added some meanwhile. The caller drops these without the lock.
+    /// Adds the records that [`More::allocate`] has allocated. Returns what is not used: the old lists, or records that
+    /// do not fit because another thread has added records meanwhile. The caller must drop the result after releasing
+    /// the lock.
     pub(super) fn add(&mut self, mut more: More<T>) -> More<T> {
         if let Some((records, spare)) = &mut more.lists
             && records.capacity().min(spare.capacity()) > self.capacity()
@@ -101,14 +103,14 @@ impl<T> Pool<T> {
     }
 }
 
-/// The number of records requested, and the number for which the pool needs larger lists.
+/// A request: the number of records, and, if the pool needs larger lists, their capacity.
 pub(super) struct Ask {
     records: usize,
     capacity: Option<usize>,
 }
 
 impl<T> More<T> {
-    /// Allocates the records that a pool asked for.
+    /// Allocates the records of a request.
     ///
     /// # Errors
     /// [`OutOfMemory`].

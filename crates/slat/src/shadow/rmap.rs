@@ -1,6 +1,7 @@
-//! The reverse map: all entries and shadow pages that the MMU has made for each guest frame. KVM keeps `kvm_rmap_head`
-//! and counts in its memslots, and a hash table of shadow pages. Here one radix tree over guest frames contains all of
-//! these. So a memslot costs nothing until it is used, and changing its flags or deleting it converts nothing.
+//! The reverse map: all entries and shadow pages that the MMU has made for each guest frame. In KVM, memslots contain a
+//! `kvm_rmap_head` and counts for each frame, and there is a hash table of shadow pages. Here one radix tree over guest
+//! frames contains all of this. So a memslot costs no memory before it is used, and creating, changing or deleting a
+//! memslot does not change the reverse map.
 //!
 //! A node of level n has 512 [`RmapEntry`]s, one for each region that a page-table entry of level n covers. An
 //! [`RmapEntry`] lists the leaves of that level that map the region (KVM: the rmap of the level), and the shadow pages
@@ -16,14 +17,14 @@ use crate::addr::{Gfn, Level};
 use crate::frame::ENTRIES;
 use crate::heap::{Large, OutOfMemory};
 
-/// The shadow entries that map one region.
+/// An entry of the reverse map: the page-table entries and the shadow pages for one region.
 pub(super) struct RmapEntry {
     /// The leaves and MMIO entries of the node's level that map the region, as [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
-    /// The shadow pages made for the region, by their numbers in the pool. A direct page is listed for the region that
-    /// its table maps. A page of a guest table is listed for the frame (level 1) that contains the guest's table.
+    /// The numbers of the shadow pages made for the region. A direct page is listed for the region that its table maps.
+    /// A page of a guest table is listed for the frame (level 1) that contains the guest's table.
     pub(super) pages: List,
-    /// The node of the next lower level.
+    /// The number of the node of the next lower level for this region, or [`END`].
     below: Cell<u32>,
 }
 
@@ -40,7 +41,7 @@ impl RmapEntry {
         self.leaves.is_empty() && self.pages.is_empty() && self.below.get() == END
     }
 
-    /// Returns the number of the node below; [`END`] if there is none.
+    /// Returns the number of the node of the next lower level for this region, or [`END`] if there is none.
     pub(super) fn below(&self) -> u32 {
         self.below.get()
     }
@@ -55,7 +56,7 @@ pub(super) struct NodeState {
     used: Cell<u16>,
     /// The number of shadow pages of guest tables that are listed in the node and below it.
     tables: Cell<u32>,
-    /// Number of the node above, and the index there.
+    /// The number of the node above, and the index in that node of the entry that refers to this node.
     above: Cell<(u32, u16)>,
     /// The node's link in the list of empty nodes; used while the node is empty.
     empty: Link,
@@ -81,8 +82,8 @@ impl Node {
     }
 }
 
-/// The tree. A node that becomes empty stays in its place, because the guest often maps a zapped region again. When
-/// another region needs a node and no spare node is left, an empty node is moved to that region.
+/// The reverse map: a radix tree. A node that becomes empty stays in the tree, because the guest often maps a zapped
+/// region again. When another region needs a node and no spare node is left, an empty node is moved to that region.
 pub(super) struct Rmap {
     pub(super) nodes: Pool<Node>,
     root: u32,
@@ -93,8 +94,8 @@ pub(super) struct Rmap {
 }
 
 impl Rmap {
-    /// Makes a tree for the frames that tables with a root of level `top` translate. Call [`Rmap::begin`] before using
-    /// it.
+    /// Makes a reverse map for the frames that tables with a root of level `top` translate. Call [`Rmap::begin`] before
+    /// using it.
     pub(super) const fn new(top: Level) -> Self {
         Rmap {
             nodes: Pool::new(),
@@ -105,23 +106,24 @@ impl Rmap {
         }
     }
 
-    /// Makes the root from a node of the pool.
+    /// Takes a node from the pool as the root of the tree.
     pub(super) fn begin(&mut self) {
         self.root = self.nodes.take().expect("the pool is filled");
     }
 
-    /// Returns number and level of the root.
+    /// Returns the number and the level of the root node.
     pub(super) fn root(&self) -> (u32, Level) {
         (self.root, self.top)
     }
 
-    /// Returns the number of nodes that can be made without an allocation. Does not count one empty node: it may be the
-    /// node below which another is added.
+    /// Returns the number of nodes that can be made without an allocation. One empty node is not counted, because
+    /// another node may have to be added below this node.
     pub(super) fn spare(&self) -> usize {
         self.nodes.spare() + self.empties.get().saturating_sub(1)
     }
 
-    /// Returns the entry of `level` for `gfn`. `None`: the MMU has made nothing for the region.
+    /// Returns the entry of `level` for `gfn`. `None`: the tree has no node for it, so nothing is listed for the
+    /// region.
     pub(super) fn find(&self, gfn: Gfn, level: Level) -> Option<&RmapEntry> {
         let (mut number, mut at) = self.root();
         while at > level {
@@ -137,7 +139,7 @@ impl Rmap {
     /// Applies `change` to the entry of `level` for `gfn`. Makes the missing nodes on the path to the entry.
     ///
     /// # Panics
-    /// If a node is missing and none is spare: the caller has checked [`Rmap::spare`].
+    /// If a node is missing and none is spare: the caller must have checked [`Rmap::spare`].
     pub(super) fn change(&self, gfn: Gfn, level: Level, change: impl FnOnce(&RmapEntry)) {
         let (mut number, mut at) = self.root();
         while at > level {
@@ -157,7 +159,8 @@ impl Rmap {
         self.change_in(number, level.index(gfn), change);
     }
 
-    /// Adds `change` to the number of shadow pages of the guest's table at `gfn`, which has an entry.
+    /// Adds `change` to the number of shadow pages of the guest table in frame `gfn`, in all nodes on the path to the
+    /// frame, which must exist.
     pub(super) fn count_table(&self, gfn: Gfn, change: i32) {
         let (mut number, mut at) = self.root();
         loop {
@@ -172,7 +175,7 @@ impl Rmap {
         }
     }
 
-    /// Returns whether a guest's table with a shadow page is in the region of `level` around `gfn`.
+    /// Returns whether the region of `level` that contains `gfn` contains a guest table that has a shadow page.
     pub(super) fn has_tables(&self, gfn: Gfn, level: Level) -> bool {
         match self.find(gfn, level) {
             Some(entry) if level == Level::PAGE => !entry.pages.is_empty(),
@@ -181,12 +184,13 @@ impl Rmap {
         }
     }
 
-    /// Returns the first frame in `range` with a guest's table that has a shadow page.
+    /// Returns the first frame in `range` that contains a guest table that has a shadow page.
     pub(super) fn first_table(&self, range: &Range<Gfn>) -> Option<Gfn> {
         self.first_table_in(self.root(), Gfn(0), range)
     }
 
-    /// Like [`Self::first_table`], but in the node `number`, which begins at frame `start`.
+    /// Like [`Self::first_table`], but searches only node `number`, of `level`, whose first frame is `start`, and the
+    /// nodes below it.
     fn first_table_in(
         &self,
         (number, level): (u32, Level),
@@ -210,7 +214,7 @@ impl Rmap {
         })
     }
 
-    /// Applies `change` to entry `index` of node `number`, and updates the counts.
+    /// Applies `change` to entry `index` of node `number`, and updates the counts of used entries and of empty nodes.
     pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&RmapEntry)) {
         let node = self.nodes.get(number);
         let entry = node.entry(index);
@@ -236,8 +240,8 @@ impl Rmap {
         }
     }
 
-    /// Takes a node, which the caller puts below `above`: a spare node, or else an empty node, which this function
-    /// removes from its place in the tree.
+    /// Returns a node that the caller can add below node `above`: a spare node, or, if there is none, an empty node
+    /// other than `above`, which this function removes from the tree.
     fn new_node(&self, above: u32) -> u32 {
         if let Some(number) = self.nodes.take() {
             return number;

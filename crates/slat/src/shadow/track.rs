@@ -1,31 +1,31 @@
-//! Tracking: how the MMU notices stores to the guest's tables, and how shadow pages follow these stores.
+//! Tracking: how the MMU notices stores to guest tables, and how it updates shadow pages after such stores.
 //!
-//! # Where a store may go unnoticed
-//! The frame of a table with a shadow page is *tracked*: no leaf that maps the frame allows writing, and the guest's
-//! stores to it fault. The client or the software CPU does the store for the guest, and then tells the MMU
-//! ([`ShadowMmu::stored`]). Everything that the MMU made of the old entries is zapped. So while a page is
-//! [`Agreement::Synced`], its entries match the guest's table.
+//! # Which stores are noticed
+//! The frame of a guest table that has a shadow page is *tracked*: no leaf that maps the frame is writable, so the
+//! guest's stores to it fault. The client or the software CPU does the store for the guest, and then reports it to the
+//! MMU ([`ShadowMmu::stored`]). Then all shadow entries that were made from the old contents are zapped. So while a
+//! page is [`Agreement::Synced`], its entries match the guest's table.
 //!
-//! The guest stores to tables of level 1 too often for that. The first store to such a table makes its pages
-//! [`Agreement::Unsynced`], and the leaf that maps the table writable. A processor may use cached entries of a table
-//! until its TLB is flushed. So these pages need not follow the table until the guest executes an instruction that
-//! flushes. Then stores are noticed again ([`Agreement::ToCompare`]), and the page is compared with the table, entry by
-//! entry.
+//! The guest stores to tables of level 1 so often that a fault for each store would be too slow. So the first store to
+//! such a table makes its shadow pages [`Agreement::Unsynced`], and the leaf that maps the table writable: further
+//! stores are not noticed. This is correct because a processor, too, may use cached entries of a table until its TLB is
+//! flushed. When the guest executes an instruction that flushes, the table is write-protected, so that stores are
+//! noticed again ([`Agreement::ToCompare`]), and the page is compared with the table, entry by entry.
 //!
 //! # When tracking begins
-//! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page stores the number of
-//! the first flush that begins after all these leaves were protected, like an entry that was cleared on a format with
-//! break-before-make ([`crate::table`]). A fault that needs the page does that flush, unless it was already done, and
-//! reads the guest's tables again. Only then does the fault let an entry refer to the page. So every unnoticed store
-//! came before the fault read the tables. [`Changes`](super::trail::Changes) shows that no store came between the
-//! reading of an entry and its use.
+//! When a guest table gets its first shadow page, the leaves that map its frame are write-protected, but TLBs may still
+//! have them as writable. So the shadow page stores the number of the first flush that begins after this, like an entry
+//! that was cleared on a format with break-before-make ([`crate::table`]). A fault that needs the page does this flush,
+//! unless it was already done, and reads the guest's tables again. Only then may an entry refer to the page. So all
+//! unnoticed stores were before the fault read the tables. That no noticed store was made after the read and before the
+//! install is checked by [`Changes`](super::trail::Changes).
 //!
 //! # Several address spaces
-//! Each address space has an MMU of its own, and its leaves do not depend on tables that another MMU tracks. A store
-//! that is noticed in one address space is reported to all MMUs. A store may be unnoticed, for example by a vCPU in SMM
-//! to tables of another address space; comparison finds such stores. While vCPUs use different address spaces, and once
-//! after that, all pages are compared when the guest flushes ([`ShadowMmu::distrust_all`],
-//! [`Vm::vcpu_moves`](crate::vm::Vm)).
+//! Each address space has its own MMU, whose leaves are not write-protected for tables that another MMU tracks. A store
+//! that is noticed in one address space is reported to the MMUs of all. But a store may be unnoticed: for example, a
+//! store of a vCPU in SMM to tables that are shadowed in the other address space. Such stores are found by comparison:
+//! while vCPUs use different address spaces, and once after that, all shadow pages are compared when the guest flushes
+//! ([`ShadowMmu::distrust_all`], [`Vm::vcpu_moves`](crate::vm::Vm)).
 
 use core::ops::Range;
 
@@ -39,47 +39,47 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Flushed, Key, LeafCounts, Path, Retry};
 
-/// The position of a walk through shadow pages.
+/// A walk through shadow pages, and its position.
 #[derive(Clone, Copy)]
 pub(super) struct Descent {
-    /// The page with which the walk begins.
+    /// The number of the page at which the walk begins.
     pub(super) root: u32,
-    /// The page that the walk has reached.
+    /// The number of the page that the walk has reached.
     pub(super) number: u32,
 }
 
-/// The changes that were made for a store, or for a flush of the guest.
+/// Counts of the changes that were made because of a store or a flush of the guest.
 #[derive(Default)]
 pub(crate) struct Followed {
-    /// Leaves zapped, by level.
+    /// Zapped leaves, by level.
     pub(crate) zapped: LeafCounts,
-    /// Leaves that have lost the right to write.
+    /// Leaves that have lost the right to write, by level.
     pub(crate) protected: LeafCounts,
     /// Cleared entries that referred to a table.
     pub(crate) tables: u64,
-    /// Shadow pages zapped by write flooding (KVM's word): their memory is apparently not a table any more.
+    /// Shadow pages zapped because of write flooding (KVM's word): their memory is apparently not a table any more.
     pub(crate) flooded: u64,
     /// Shadow pages that are synced with the guest's table again.
     pub(crate) synced: u64,
 }
 
-/// The result of a comparison.
+/// The result of comparing a shadow page with its guest table.
 pub(crate) struct Compared {
-    /// The table's counter of changes from before the comparison and from after it.
+    /// The counter of changes of the guest's table ([`ShadowMmu::changes_of`]) before and after the comparison.
     pub(crate) changes: (u64, u64),
     /// Whether the page is synced with the guest's table again.
     pub(crate) synced: bool,
 }
 
-/// Entries read from a guest's table, after the guest began a flush.
+/// Entries read from a guest table, to compare a shadow page with them.
 pub(crate) struct ReadEntries<'e> {
     pub(crate) page: PageOf,
-    /// The entries of the shadow page that correspond to the guest's entries.
+    /// The indexes of the shadow page's entries to which `entries` correspond.
     pub(crate) indexes: Range<usize>,
     pub(crate) entries: &'e [u64],
-    /// The value of [`ShadowMmu::changes_of`] for the table, from before the entries were read.
+    /// The value of [`ShadowMmu::changes_of`] for the table before the entries were read.
     pub(crate) changes: u64,
-    /// The last flush that the vCPU had done before it read the entries.
+    /// The last flush that the vCPU had itself done before it read the entries.
     pub(crate) flushed: Flushed,
 }
 
@@ -93,7 +93,7 @@ fn page_of(pages: &Pages, number: u32) -> PageOf {
 }
 
 impl Pages {
-    /// Returns whether stores to `gfn` must be noticed.
+    /// Returns whether `gfn` contains a guest table to which stores must be noticed.
     pub(super) fn is_tracked(&self, gfn: Gfn) -> bool {
         let mut pages = self
             .pages_of_table(gfn)
@@ -101,7 +101,7 @@ impl Pages {
         pages.any(|guest| guest.agreement.get() != Agreement::Unsynced)
     }
 
-    /// Write-protects all leaves in shadow pages that map `gfn`. Returns whether one of them allowed stores.
+    /// Write-protects all leaves in shadow pages that map `gfn`. Returns whether one of them was writable.
     pub(super) fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
         let mut changed = false;
         for level in (1..=F::MAX_LEAF.0).map(Level) {
@@ -120,8 +120,9 @@ impl Pages {
         changed
     }
 
-    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns the number of pages. `None`:
-    /// stores to the table must be noticed.
+    /// If all shadow pages of the guest table in frame `gfn` are of level 1, makes them unsynced. Returns the number of
+    /// pages that were synced before. `None`: there is a page of a higher level, so stores to the table must be
+    /// noticed.
     fn unsync(&self, platform: &impl Platform, gfn: Gfn) -> Option<u64> {
         let tracks = |number: u32| self.pool.get(number).level() > Level::PAGE;
         if self.pages_of_table(gfn).any(tracks) {
@@ -136,18 +137,19 @@ impl Pages {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns whether the guest's tables on the trail of `target` have not changed since they were read.
+    /// Returns whether the MMU has noticed no change of the guest tables on the trail of `target` since they were read.
     pub(super) fn is_current(&self, target: &Target<'_, P, F>) -> bool {
         target
             .trail()
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
-    /// Ensures that stores to the guest's tables on the trail of `target` are noticed, and that no store came since the
-    /// tables were read. Returns how far a walk gets through the pages of the trail.
+    /// Makes sure that stores to the guest tables on the trail of `target` are noticed, and that none was made since
+    /// the tables were read. Makes missing shadow pages of these tables. Returns a walk that has gone as far as the
+    /// shadow pages are linked.
     ///
     /// # Errors
-    /// [`Retry`]: there may have been stores.
+    /// [`Retry`]: stores may have been missed, or memory is missing.
     pub(super) fn track_tables(
         &self,
         pages: &Pages,
@@ -158,7 +160,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return self.descent(pages, target);
         };
         let (mut made, mut unflushed) = (false, false);
-        // Usually all pages are already linked: then only the root has to be looked up.
+        // Usually all pages are already linked: then only the root must be looked up.
         let linked = self.linked(pages, target.key(), trail);
         let levels = match linked {
             Some(_) => 0..0,
@@ -180,8 +182,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let frame = gfn..gfn.add(1);
             match guest.flush.get() {
                 0 => {}
-                // The shadow page is compared with the guest's table before an entry refers to the page, and again
-                // after a flush of the guest.
+                // No flush is needed: an unsynced page is compared with the guest's table anyway, before an entry
+                // refers to the page and when the guest flushes.
                 _ if guest.agreement.get() != Agreement::Synced => {}
                 due if path.flushed.covers(&frame, due) => guest.flush.set(0),
                 _ => unflushed = true,
@@ -195,10 +197,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins a walk to `target` at its root page.
+    /// Begins a walk to `target` at its root.
     ///
     /// # Errors
-    /// [`Retry::Unprepared`]: the page does not exist.
+    /// [`Retry::Unprepared`]: the root does not exist.
     pub(super) fn descent(
         &self,
         pages: &Pages,
@@ -212,8 +214,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(Descent { root, number })
     }
 
-    /// Returns the walk to `key` through the pages of all tables on the trail. `None`: a page is missing, or stores to
-    /// one of the tables are not noticed.
+    /// Walks to `key` through the shadow pages of all guest tables on the trail. `None`: one of the pages is missing or
+    /// not linked, or its table's write protection is not flushed yet.
     fn linked(&self, pages: &Pages, key: Key, trail: &Trail) -> Option<Descent> {
         let (gfn, role) = trail.root();
         let root = pages.find_page(gfn, role)?;
@@ -233,7 +235,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the page of the table to which entry `id` refers. `None`: the entry refers to no table.
+    /// Returns the number of the page to whose table entry `id` refers. `None`: the entry does not refer to a table.
     fn page_below(&self, pages: &Pages, id: EntryId) -> Option<u32> {
         let level = pages.pool.get(id.page()).level();
         let table = pages.table(&*self.platform, id.page());
@@ -243,7 +245,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Makes the page for the guest's table at `gfn` and `role`. `None`: `path` has no frame for the page.
+    /// Makes the shadow page with the role `role` of the guest table in frame `gfn`, and begins to track the table.
+    /// Returns the page's number. `None`: there is no frame or no record for the page.
     fn begin_tracking(
         &self,
         pages: &Pages,
@@ -259,11 +262,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             guest.is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
         };
         if role.level == Level::PAGE && others.any(unsynced) {
-            // Stores to the table need not be noticed: the new page is compared with the table when the guest flushes.
+            // Other shadow pages of the table are unsynced, so stores to it are not noticed. Make the new page
+            // unsynced, too: it is compared with the table when the guest flushes.
             path.unsynced += u64::from(pages.unsync_page(&*self.platform, number));
             return Some(number);
         }
-        // Unsynced pages of another role cannot stay unsynced: they have to be compared.
+        // From now on stores to the table are noticed. So unsynced pages with other roles become
+        // [`Agreement::ToCompare`].
         let changed = self.protect(pages, gfn);
         self.notice_stores(pages, gfn);
         let largest = gfn.block(F::MAX_LEAF);
@@ -274,7 +279,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(number)
     }
 
-    /// Marks the unsynced pages of the table at `gfn`, whose leaves are now protected, for comparison after a flush.
+    /// Marks the unsynced shadow pages of the guest table in frame `gfn` for comparison after a flush. Call after
+    /// write-protecting the leaves that map the frame.
     fn notice_stores(&self, pages: &Pages, gfn: Gfn) {
         for number in pages.pages_of_table(gfn) {
             if let Some(guest) = pages.pool.get(number).guest()
@@ -286,8 +292,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns `leaf`, for memory at `gfn`; without the right to write, if `gfn` contains a tracked table. If the leaf
-    /// allows writes that may be unnoticed, makes the table's pages unsynced.
+    /// Returns `leaf`, which maps `gfn`. If `gfn` contains a tracked table, removes the right to write. But if the
+    /// access is a store to a table of level 1, keeps the right, and makes the table's shadow pages unsynced.
     pub(super) fn guarded(&self, pages: &Pages, gfn: Gfn, leaf: Leaf, path: &mut Path<'_>) -> Leaf {
         if !self.shadows() || !pages.is_tracked(gfn) {
             return leaf;
@@ -307,14 +313,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of stores to the table at `gfn` that the MMU knows of. Read this number before an entry of
-    /// the table.
+    /// Returns the counter of changes of the guest table in frame `gfn` ([`Changes`](super::trail::Changes)). Read it
+    /// before reading an entry of the table.
     pub(crate) fn changes_of(&self, gfn: Gfn) -> u64 {
         self.changes.get(gfn)
     }
 
-    /// Call after a store to `range`, in one page of a tracked table, is complete. Returns whether the MMU has made
-    /// entries from the old contents; then call [`Self::follow`] to zap these.
+    /// Call after a store to `range`, which is in one page, with a tracked table, is complete. Returns whether shadow
+    /// entries exist that were made from the old contents, or the page must be zapped: then call [`Self::follow`].
     pub(crate) fn stored(&self, range: Range<Gpa>) -> bool {
         let gfn = range.start.gfn();
         let pages = self.lock();
@@ -330,15 +336,15 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 &range,
             ) || entries.any(|index| table.entry(index).load(Relaxed) != 0)
         };
-        // Each shadow page of the table counts the store, to detect write flooding.
+        // Use `fold`, not `any`: each shadow page of the table must count the store, to detect write flooding.
         pages
             .pages_of_table(gfn)
             .fold(false, |any, number| present(number) | any)
     }
 
-    /// Zaps the entries made from the guest's entries in `range`, in one page. If the guest stores to a table again and
-    /// again, or stores parts of entries, zaps the whole shadow page: the memory is apparently not a table any more
-    /// (KVM: flooding).
+    /// Zaps the shadow entries that were made from the guest's entries in `range`, which is in one page. If the guest
+    /// stores to a table again and again, or stores parts of entries, the memory is apparently not a table any more
+    /// (KVM: write flooding): then zaps the table's whole shadow page.
     pub(crate) fn follow(
         &self,
         range: &Range<Gpa>,
@@ -364,8 +370,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Zaps the shadow pages of the first guest table in `range`, whatever the table contains: the memory there was
-    /// replaced.
+    /// Zaps all shadow pages of the first guest table in `range`, because the memory of these frames was replaced.
     pub(crate) fn forget_table(
         &self,
         range: &Range<Gfn>,
@@ -382,12 +387,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns whether there are shadow pages of a guest table in `range`.
+    /// Returns whether a frame of `range` contains a guest table that has a shadow page.
     pub(crate) fn has_table(&self, range: &Range<Gfn>) -> bool {
         self.may_have_pages() && self.lock().rmap.first_table(range).is_some()
     }
 
-    /// Zaps the entry of `level` on the path to `key`, if the path reaches that level.
+    /// Zaps the entry of `level` on the path to `key` from the page `root`, or the entry of a higher level at which the
+    /// path ends.
     pub(crate) fn zap_entry(
         &self,
         key: Key,
@@ -403,8 +409,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the higher entry at which the path
-    /// ends.
+    /// Returns the entry of `level` on the path to `key` from the page `root` (its frame and role), or the entry of a
+    /// higher level at which the path ends.
     fn entry_of(
         &self,
         pages: &Pages,
@@ -423,9 +429,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins to sync the address of `key`: finds the entry at which a walk to `key` ends. If that entry has to be
-    /// compared with the guest's table, returns its page and index. From then on, faults of other vCPUs that have read
-    /// an old entry of an unsynced table for that address install nothing.
+    /// Begins to sync the address of `key`, for INVLPG: finds the entry at which a walk to `key` from the page `root`
+    /// ends. If the entry must be compared with the guest's table, returns its page and index. After this call, a fault
+    /// of another vCPU that has read an old entry of an unsynced table for this address installs nothing.
     pub(crate) fn begin_sync_of(&self, key: Key, root: (Gfn, Role)) -> Option<(PageOf, usize)> {
         let pages = self.lock();
         pages.unsynced().next()?;
@@ -440,21 +446,22 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let is_present = bits.load(Relaxed) != 0;
             return (is_stale && is_present).then(|| (page_of(&pages, id.page()), id.index()));
         }
-        // The path ends at a higher level, so the unsynced table that belongs to the address is unknown.
+        // The path ends at a higher level, so it is unknown which unsynced table belongs to the address: raise the
+        // counters of all.
         for number in pages.unsynced() {
             self.changes.raise(pages.pool.get(number).gfn.get());
         }
         None
     }
 
-    /// Returns the page of `level` on the trail, if there is one.
+    /// Returns the shadow page of `level` on the trail, if it exists.
     pub(crate) fn page_on(&self, trail: &Trail, level: Level) -> Option<PageOf> {
         let (gfn, role) = trail.page(level);
         let number = self.lock().find_page(gfn, role)?;
         Some(PageOf { number, gfn, role })
     }
 
-    /// Returns whether `page` still has to be compared with the guest's table.
+    /// Returns whether `page` must still be compared with the guest's table.
     pub(crate) fn is_unsynced(&self, page: &PageOf) -> bool {
         let pages = self.lock();
         let guest = pages.pool.get(page.number).guest();
@@ -462,13 +469,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             && guest.is_some_and(|guest| guest.agreement.get() != Agreement::Synced)
     }
 
-    /// Returns whether any page has to be compared with the guest's table.
+    /// Returns whether any page must be compared with the guest's table.
     pub(crate) fn has_unsynced(&self) -> bool {
         self.lock().unsynced().next().is_some()
     }
 
-    /// Makes stores to the tables of unsynced pages noticed again. Passes these pages to `take`, until `take` returns
-    /// `false`: each has to be compared ([`Self::compare`]) after a flush.
+    /// Write-protects the guest tables of unsynced pages, so that stores to them are noticed again. Passes these pages
+    /// to `take`, until `take` returns `false`. After a flush, the caller must compare each of them
+    /// ([`Self::compare`]).
     pub(crate) fn begin_sync(&self, mut take: impl FnMut(PageOf) -> bool) -> Followed {
         let pages = self.lock();
         let mut changed = false;
@@ -488,8 +496,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them. The page is
-    /// then synced if `read` contains all entries. `None`: call [`Self::zap_ungranted`] next.
+    /// Compares entries of a shadow page with the entries `read` from the guest's table. `Some`: the guest's table
+    /// grants all of them, and if `read` contains all entries, the page may now be synced. `None`: it does not grant
+    /// some, so call [`Self::zap_ungranted`] next.
     pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<Compared> {
         let pages = self.lock();
         let mut indexes = read.indexes.clone();
@@ -498,7 +507,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         is_granted.then(|| self.compared(&pages, read))
     }
 
-    /// Zaps the entries of a page that the guest does not grant any more.
+    /// Zaps the entries of a shadow page that the guest's entries `read` do not grant any more.
     pub(crate) fn zap_ungranted(
         &self,
         read: &ReadEntries<'_>,
@@ -522,7 +531,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         pages.find_page(page.gfn, page.role) == Some(page.number)
     }
 
-    /// Returns whether entry `index` is present and differs from the meaning of the guest's entry.
+    /// Returns whether entry `index` of the shadow page is present, but the guest's entry does not grant it.
     fn is_ungranted(&self, pages: &Pages, read: &ReadEntries<'_>, index: usize) -> bool {
         let PageOf { number, role, .. } = read.page;
         let platform = &*self.platform;
@@ -537,7 +546,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         let granted = match (meaning, F::decode(bits, role.level)) {
             (Some(Meaning::Table(gfn, role)), Entry::Table(lower)) => refers_to(lower, (gfn, role)),
-            // The shadow page maps a larger page of the guest in parts.
+            // The entry refers to a direct page, which maps parts of a larger page of the guest.
             (Some(Meaning::Memory(gfn, rights)), Entry::Table(lower)) => {
                 refers_to(lower, (gfn, role.pieces(rights)))
             }
@@ -550,7 +559,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         !granted
     }
 
-    /// Records the comparison, after the entries that the guest does not grant were zapped.
+    /// Records that the entries in `read` were compared. Call after entries that the guest does not grant were zapped.
+    /// Makes the page synced if all its entries were compared and no store was missed or made meanwhile.
     fn compared(&self, pages: &Pages, read: &ReadEntries<'_>) -> Compared {
         let PageOf { number, gfn, .. } = read.page;
         let before = self.changes.get(gfn);
@@ -573,9 +583,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Marks every page for comparison with the guest's table at the next flush: the client may have written to guest
-    /// memory, which the MMU does not notice. Returns the number of these pages. A comparison in progress, with entries
-    /// that were read before, syncs no page.
+    /// Marks every synced page for comparison with the guest's table at the next flush, because stores may have been
+    /// missed, for example stores of the client. Returns the number of marked pages. A comparison in progress, with
+    /// entries that were read before this call, does not make a page synced.
     pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
         let mut unsynced = 0;
@@ -598,19 +608,20 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.distrusts.load(Acquire)
     }
 
-    /// Returns whether pages of tables of any level may have to be compared.
+    /// Returns whether shadow pages of any level may have to be compared, because [`Self::distrust_all`] was called
+    /// since all pages were last compared.
     pub(crate) fn is_distrusted(&self) -> bool {
         self.distrusts() != self.compared.load(Acquire)
     }
 
-    /// Call when all pages that were unsynced have been compared since [`Self::distrusts`] was `distrusts`.
+    /// Call after all unsynced pages have been compared. `distrusts` is the value of [`Self::distrusts`] before this.
     pub(crate) fn were_compared(&self, distrusts: u64) {
         self.compared.fetch_max(distrusts, Release);
     }
 }
 
 impl Followed {
-    /// Clears entry `id`, and counts it.
+    /// Clears entry `id`, and adds it to these counts.
     fn clear<P: Platform, F: Format>(
         &mut self,
         pages: &Pages,
@@ -627,7 +638,8 @@ impl Followed {
     }
 }
 
-/// Returns the entries of a page of `role` that correspond to the guest entries with bytes in `range`, in one page.
+/// Returns the indexes of the entries, in a shadow page of `role`, that correspond to the guest's entries that `range`
+/// overlaps. The range is in one page.
 fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + use<> {
     let size = role.entry_size();
     let first = range.start.offset() / size;
@@ -635,9 +647,9 @@ fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + u
     (first..=last).flat_map(move |index| role.indexes_of(index as usize))
 }
 
-/// Whether a store to `range` shows that the memory is not a table any more. The store is number `stores` to a page of
-/// `level` since the page was last used. Nothing else writes parts of entries, and no kernel stores to tables of higher
-/// levels again and again before it uses them. Tables of level 1 become unsynced instead.
+/// Whether a store to `range` shows that the memory is not a table any more. It is store number `stores` to a table of
+/// `level` since the shadow page was last used. Kernels do not store parts of entries, and do not store to a table of a
+/// higher level again and again before they use it. (A table of level 1 becomes unsynced instead.)
 fn is_no_table(level: Level, stores: u8, range: &Range<Gpa>) -> bool {
     const FLOOD: u8 = 3;
     let bytes = range.end.0 - range.start.0;

@@ -364,7 +364,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         |round, token| self.wait(round, WaitFor::Reader(token))
     }
 
-    /// Waits a short time by [`Platform::wait`](crate::Platform::wait). The caller holds no spin lock.
+    /// Waits a short time by [`Platform::wait`]. The caller holds no spin lock.
     pub(crate) fn wait(&self, round: u32, what: WaitFor) {
         held::assert_none("to wait");
         self.platform.wait(round, what);

@@ -4,8 +4,7 @@
 use super::*;
 
 impl<F: Format> World<F> {
-    /// Clears the accessed bits of all pages, as a reader. Returns the number of leaves that had the bit
-    /// set.
+    /// Clears the accessed bits of all pages, in a reader section. Returns the number of leaves that had the bit set.
     fn age(&self) -> u64 {
         let me = self.readers.register().unwrap();
         me.enter(&self.readers, 0);
@@ -36,14 +35,15 @@ fn unmarked(leaf: Leaf) -> Leaf {
     }
 }
 
-/// Checks that pages 0 and 1 are mapped as before.
+/// Checks that pages 0 and 1 are mapped as at the begin.
 fn all_is_mapped<F: Format>(world: &World<F>) {
     for n in [0, 1] {
         assert_eq!(unmarked(world.leaf(n)), unmarked(page(n)));
     }
 }
 
-/// A cleared entry stays cleared, and names its flush; the table is not freed before the walk has passed.
+/// An entry that is cleared during aging stays cleared, and names its flush. Its table is not freed before the aging
+/// walk has ended its section.
 fn nothing_comes_back<F: Format>() {
     let nothing = |world: &World<F>| {
         assert_eq!(world.find(0), Entry::Empty);

@@ -1,5 +1,5 @@
-//! Break-before-make and flushes: no walker finds two conflicting translations of one page, and no entry is replaced
-//! before its flush is done.
+//! Break-before-make and flushes: no walker may find two conflicting translations of one page, and no entry may be
+//! replaced before its flush is done.
 
 use super::*;
 use crate::sync::SpinLock;
@@ -36,8 +36,8 @@ fn a_walker_finds_a_leaf_before_it_is_broken_and_after_it_is_mended() {
     );
 }
 
-/// Walks like a hardware walker that caches the entries it reads until a flush. Checks that it never finds another
-/// page or another size than it has cached.
+/// Walks like a hardware walker that caches what it reads until a flush. Checks that it never reads a leaf with another
+/// page or another size than the one that it has cached.
 fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     let me = world.readers.register().unwrap();
     me.enter(&world.readers, 0);
@@ -58,7 +58,7 @@ fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     me.leave();
 }
 
-/// Maps gfn 0 to another page, by a small leaf.
+/// Maps gfn 0 to another page by a small leaf.
 fn map_another(world: &World<SmallStage2<2>>) {
     let other = Leaf {
         pfn: Pfn(8),
@@ -67,8 +67,7 @@ fn map_another(world: &World<SmallStage2<2>>) {
     map(world, 0, other);
 }
 
-/// Maps a page by a small leaf, like a vCPU whose tables may be freed meanwhile. Flushes or mends first if the entry
-/// requires that.
+/// Maps a page by a small leaf, like a vCPU, in a reader section. If necessary, first flushes or mends the entry.
 fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
     let me = world.readers.register().unwrap();
     let mut flushed = Flushed::default();
@@ -78,7 +77,7 @@ fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
         me.leave();
         match mapped {
             Err(Retry::Unflushed(level)) => flushed = world.flush(gfn, level),
-            // The zap has not happened yet, so the leaf is still broken.
+            // The zap by the other thread has not happened yet, so the broken leaf is still there.
             Err(Retry::MustMend(level)) => loop {
                 let flushed = world.flush(gfn, level);
                 me.enter(&world.readers, 0);
@@ -142,11 +141,11 @@ fn with_table() -> Arc<World<SmallStage2<2>>> {
     world
 }
 
-/// Flushes a TLB that caches as much as a TLB may: after the flush, the TLB contains the translation that the tables
-/// contain at that moment.
+/// Flushes a TLB that caches as much as possible: at each flush it immediately caches the translation that is then in
+/// the tables.
 fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
     let number = world.flushes.begin();
-    // The TLB drops the old translation and walks again at one moment.
+    // The TLB drops the old translation and walks again, while its lock is held.
     let mut cached = cached.lock(wait);
     *cached = match world.find(0) {
         Entry::Leaf(leaf) => leaf.pfn.0,
@@ -156,8 +155,8 @@ fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed
     Flushes::done(Gfn(0)..Gfn(1), number)
 }
 
-/// Runs `other` concurrently with a zap of gfn 0 and the zap's flush of the TLB. Then maps another page at gfn 0, with
-/// the flush that `other` returns.
+/// Runs `other` concurrently with a zap of gfn 0 and with the zap's flush of the TLB. After `other`, and perhaps during
+/// the zap, maps another page at gfn 0, by a thread whose own flush is the one that `other` returned.
 fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
     model(4, move || {
         let world = World::<SmallStage2<2>>::new();
@@ -184,21 +183,20 @@ fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -
     });
 }
 
-/// A flush by another thread may begin at any moment of a zap. If it begins before the entry is cleared, it does not
-/// allow an install there.
+/// A flush by another thread may begin at any moment of a zap. If that flush begins before the entry is cleared, it
+/// does not permit an install in the entry.
 #[test]
 fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
     maps_another_during_a_zap(flush_a_tlb);
 }
 
-/// A thread that finds the entry cleared also finds the ticket of the zap, unless the zap has already flushed.
+/// If a thread finds the entry cleared, it also finds the ticket of the zap, or the zap has already flushed.
 #[test]
 fn a_ticket_exists_from_before_its_zap_until_after_its_flush() {
     maps_another_during_a_zap(|_, _| Flushed::default());
 }
 
-/// An operation that finds nothing to zap needs a flush if another operation has zapped the entry and not flushed
-/// yet.
+/// An operation that finds nothing to zap must flush if another operation has zapped the entry and has not flushed yet.
 #[test]
 fn an_operation_after_a_zap_flushes_or_finds_it_flushed() {
     model(4, || {

@@ -1,5 +1,5 @@
-//! A fault's knowledge of the guest's tables: the shadow pages on the path to its leaf, and whether the guest's entries
-//! have changed since the fault read them.
+//! What a fault has read in the guest's tables: the shadow pages that are needed on the path to its leaf, and whether
+//! the guest's entries have changed since the fault read them.
 
 mod role;
 
@@ -17,18 +17,19 @@ use crate::table::{Cursor, Key};
 /// The number of levels that a guest's tables can have.
 const LEVELS: usize = 5;
 
-/// Counts the changes of guest tables that the MMU knows of. Each counter serves all frames with one hash value.
+/// Counters of changes of guest tables. Several tables share a counter, which is selected by a hash of the table's
+/// frame.
 ///
-/// A fault reads the counter of a table before it reads an entry there ([`Seen`]). Under the lock of the MMU, it
-/// compares the counter again before it installs the result. The counter is raised under that lock
-/// * after a store to a tracked table, before everything made of the old entry is zapped;
-/// * when tracking of a table begins: earlier stores were not noticed;
-/// * when a table is going to be compared with its shadow page;
-/// * when the client may have stored to any table;
-/// * when the memory at its frame was replaced.
+/// A fault reads the counter of a table before it reads an entry of the table ([`Seen`]). Before it installs the
+/// result, it compares the counter again, under the lock of the MMU. The counter is raised under that lock
+/// * after a store to a tracked table, before the shadow entries made from the old contents are zapped;
+/// * when tracking of the table begins, because earlier stores were not noticed;
+/// * when the table is compared with its shadow page;
+/// * when the client, or a vCPU in another address space, may have stored to any table;
+/// * when the memory of the table's frame was replaced.
 ///
-/// So if the counter is unchanged, the entry still had the value that was read, or its shadow page will be compared
-/// with the table later.
+/// So if the counter is unchanged, the guest's entry still has the value that was read, or the shadow page will be
+/// compared with the table later.
 pub(crate) struct Changes([AtomicU64; Self::COUNTERS]);
 
 impl Changes {
@@ -38,7 +39,7 @@ impl Changes {
         Changes(core::array::from_fn(|_| AtomicU64::new(0)))
     }
 
-    /// Returns the number of the counter for the table at `gfn`.
+    /// Returns the index of the counter for the guest table in frame `gfn`.
     fn number(gfn: Gfn) -> usize {
         gfn.0 as usize % Self::COUNTERS
     }
@@ -47,7 +48,7 @@ impl Changes {
         &self.0[Self::number(gfn)]
     }
 
-    /// Raises the counter of the table at `gfn`. Call under the lock of the MMU.
+    /// Raises the counter of the guest table in frame `gfn`. Call under the lock of the MMU.
     pub(crate) fn raise(&self, gfn: Gfn) {
         let counter = self.of(gfn);
         counter.store(counter.load(Relaxed) + 1, Release);
@@ -57,13 +58,13 @@ impl Changes {
         self.of(gfn).load(Acquire)
     }
 
-    /// Returns whether none of the tables that a walk has read has changed. Call under the lock of the MMU.
+    /// Returns whether the counters of all tables that a walk has read are unchanged. Call under the lock of the MMU.
     pub(crate) fn are_none_since(&self, seen: &Seen) -> bool {
         (seen.tables[..seen.len].iter()).all(|(gfn, count)| self.get(*gfn) == *count)
     }
 }
 
-/// The tables that a walk has read, each with its counter from before the read.
+/// The guest tables that a walk has read, each with the value that its counter had before the read.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Seen {
     tables: [(Gfn, u64); LEVELS],
@@ -71,16 +72,17 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// Records that an entry at `gpa` is about to be read, in a table whose counter is `count`. A walk that restarts
-    /// reads the same tables or others. A counter of a table that it no longer uses costs another attempt at most.
+    /// Records that an entry at `gpa` is about to be read, in a table whose counter is `count`. If a walk restarts, it
+    /// may read other tables than before. The tables that it has read before the restart are also compared; at worst
+    /// this causes a needless further attempt of the fault.
     pub(crate) fn reads(&mut self, gpa: Gpa, count: u64) {
         let gfn = gpa.gfn();
         if self.has(gfn) {
             return;
         }
         if self.len == LEVELS {
-            // Drop the oldest table: only a walk that has restarted reads more than `LEVELS` tables, and it no longer
-            // uses the oldest one.
+            // Only a walk that has restarted reads more than `LEVELS` tables. It does not use the oldest table any
+            // more: drop it.
             self.tables.rotate_left(1);
             self.len -= 1;
         }
@@ -88,13 +90,14 @@ impl Seen {
         self.len += 1;
     }
 
-    /// Returns whether the table in `gfn` was read.
+    /// Returns whether the table in frame `gfn` was read.
     pub(crate) fn has(&self, gfn: Gfn) -> bool {
         self.tables[..self.len].iter().any(|(seen, _)| *seen == gfn)
     }
 }
 
-/// A shadow page of a guest's table. Valid as long as the page is in use.
+/// Identifies a shadow page of a guest table. Valid as long as the page with this number is in use for this frame and
+/// role.
 #[derive(Clone, Copy)]
 pub(crate) struct PageOf {
     pub(crate) number: u32,
@@ -108,7 +111,8 @@ impl PageOf {
         self.role.level
     }
 
-    /// Returns the address of the guest's entry that corresponds to entry `index`, and its size in bytes.
+    /// Returns the address of the guest's entry that corresponds to entry `index` of the shadow page, and the size of
+    /// the guest's entry in bytes.
     pub(crate) fn guest_entry(&self, index: usize) -> (Gpa, usize) {
         let size = self.role.entry_size();
         let offset = self.role.guest_index(index) as u64 * size;
@@ -116,29 +120,30 @@ impl PageOf {
     }
 }
 
-/// The shadow pages on the path to a page of the guest.
+/// A recorded walk of the guest's tables to a page: the shadow pages on the path to a leaf for this page.
 #[derive(Clone, Copy)]
 pub(crate) struct Trail {
-    /// Frame and role of the page for the guest's table of each level, from level 1.
+    /// The frame and the role of the shadow page of each guest table on the path, indexed by level - 1.
     pages: [(Gfn, Role); LEVELS],
     top: Level,
-    /// The number of the vCPU's root with which the walk begins ([`Role::root_number`]).
+    /// The number of the root at which the walk begins ([`Role::root_number`]).
     pub(crate) number: usize,
-    /// The level of the guest's entry that maps the page; pages of 4 MiB are mapped at level 2.
+    /// The level of the guest's entry that maps the page; a page of 4 MiB is mapped by an entry of level 2.
     leaf: Level,
-    /// The 4 KiB frame that was accessed.
+    /// The 4 KiB guest frame that is accessed.
     pub(crate) gfn: Gfn,
-    /// The rights that the guest grants.
+    /// The rights to the page that the guest's tables grant.
     pub(crate) rights: PageRights,
     pub(crate) seen: Seen,
-    /// By level from 1: whether the page on the path was compared with the guest's table after the entry above it was
-    /// read.
+    /// Indexed by level - 1: whether the shadow page was compared with its guest table after the guest's entry above
+    /// was read.
     pub(crate) compared: [bool; LEVELS],
 }
 
 impl Trail {
-    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set the flags of its entries.
-    /// `None`: an entry means something else to the walk than to a shadow page; no such entry is known.
+    /// Makes the trail of a walk to `gva` for `access` that has found `path`, and has set the accessed and dirty flags
+    /// of the guest's entries. `None`: an entry means something else for the walk than for a shadow page (no such entry
+    /// is known).
     pub(crate) fn new(
         paging: &GuestPaging,
         gva: u64,
@@ -156,7 +161,8 @@ impl Trail {
         for &(_, entry) in path.entries() {
             pages[role.level.0 as usize - 1] = (table, role);
             let dirty = if access == Access::Write { DIRTY } else { 0 };
-            // In an entry that refers to a table, the dirty flag has no meaning.
+            // Setting the dirty flag in `entry` is harmless if the entry refers to a table, where the flag has no
+            // meaning.
             match role.meaning(index.at(role.level), entry | ACCESSED | dirty)? {
                 Meaning::Table(lower, below) => (table, role) = (lower, below),
                 Meaning::Memory(_, rights) => {
@@ -176,8 +182,9 @@ impl Trail {
         None
     }
 
-    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A second-level format has neither
-    /// privilege nor key, and a guest may name frames beyond those that its tables can name.
+    /// Returns whether a leaf of format `F` can map the page with the guest's rights. It cannot if the rights need a
+    /// privilege or a protection key, which second-level formats do not have, or if the frame is above those that
+    /// tables of the format translate.
     pub(crate) fn fits<F: Format>(&self) -> bool {
         let leaf = Leaf {
             pfn: Pfn(0),
@@ -194,23 +201,23 @@ impl Trail {
         held.privilege == leaf.privilege && self.gfn < all_gfns::<F>().end
     }
 
-    /// Returns frame and role of the page with which the walk begins.
+    /// Returns the frame and the role of the shadow page at which the walk begins.
     pub(crate) fn root(&self) -> (Gfn, Role) {
         self.pages[self.top.0 as usize - 1]
     }
 
-    /// Returns the level of the page with which the walk begins.
+    /// Returns the level of the shadow page at which the walk begins.
     pub(crate) fn top(&self) -> Level {
         self.top
     }
 
-    /// Returns the largest level that a leaf may have: the level of the guest's leaf.
+    /// Returns the largest level that a shadow leaf may have: the level of the guest's leaf.
     pub(crate) fn leaf_level(&self) -> Level {
         self.leaf
     }
 
-    /// Returns frame and role of the page of `level` on the path: a page of one of the guest's tables, or below the
-    /// guest's leaf a direct page for its pieces.
+    /// Returns the frame and the role of the shadow page of `level` on the path: the shadow page of a guest table, or,
+    /// if `level` is below the guest's leaf, a direct page for the pieces of that leaf.
     pub(crate) fn page(&self, level: Level) -> (Gfn, Role) {
         if level >= self.leaf {
             return self.pages[level.0 as usize - 1];
@@ -223,7 +230,7 @@ impl Trail {
         (self.gfn.align_down(above), pieces)
     }
 
-    /// Returns the frames of the guest's tables on the path.
+    /// Returns a range of frames that contains all guest tables on the path.
     pub(crate) fn tables(&self) -> Range<Gfn> {
         let pages = &self.pages[self.leaf.0 as usize - 1..self.top.0 as usize];
         let gfns = pages.iter().map(|(gfn, _)| *gfn);
@@ -231,9 +238,9 @@ impl Trail {
         first.unwrap_or(Gfn(0))..last.map_or(Gfn(0), |gfn| gfn.add(1))
     }
 
-    /// Records that the shadow page `page` was compared with the guest's table that it shadows, a table on this path.
-    /// The comparison changed the guest table's counter from `before` to `after`. Returns `false` if the counter had
-    /// another value when the walk read the table.
+    /// Records that the shadow page `page` was compared with its guest table, which is on this path. The comparison has
+    /// raised the table's counter from `before` to `after`. Returns `false` if the counter was not `before` when the
+    /// walk read the table: then the trail is not valid any more.
     pub(crate) fn was_compared(&mut self, page: &PageOf, before: u64, after: u64) -> bool {
         let tables = &mut self.seen.tables[..self.seen.len];
         let same = |gfn: &Gfn| Changes::number(*gfn) == Changes::number(page.gfn);
@@ -247,7 +254,7 @@ impl Trail {
         true
     }
 
-    /// Returns the trail to a page beside this one, in the same guest table: `gfn` with `rights`.
+    /// Returns the trail to another page that the same guest table maps: to frame `gfn`, with `rights`.
     pub(crate) fn beside(&self, gfn: Gfn, rights: PageRights) -> Trail {
         Trail {
             gfn,
@@ -257,11 +264,11 @@ impl Trail {
     }
 }
 
-/// The position at which a leaf is to be installed.
+/// The position in the tables at which a leaf is to be installed.
 pub(crate) struct Target<'t, P: Platform, F: Format> {
-    /// The walk to that position.
+    /// The walk of the tables to this position.
     pub(crate) cursor: Cursor<'t, P, F>,
-    /// The trail through the guest's tables, if the key is translated by shadow tables.
+    /// If the position is in shadow pages of guest tables: the walk of the guest's tables.
     trail: Option<&'t Trail>,
 }
 
@@ -276,14 +283,14 @@ impl<'t, P: Platform, F: Format> Target<'t, P, F> {
         self.cursor.key()
     }
 
-    /// Returns the trail through the guest's tables. For a format that cannot shadow these, it is `None`, which the
-    /// compiler knows.
+    /// Returns the trail through the guest's tables. For a format that cannot shadow guest tables, it is always `None`,
+    /// which the compiler then knows.
     #[inline(always)]
     pub(crate) fn trail(&self) -> Option<&'t Trail> {
         if can_shadow::<F>() { self.trail } else { None }
     }
 
-    /// Returns the frame that a leaf of level 1 maps there.
+    /// Returns the guest frame that a leaf of level 1 at this position maps.
     #[inline(always)]
     pub(crate) fn gfn(&self) -> Gfn {
         self.trail().map_or(self.key().gfn(), |trail| trail.gfn)

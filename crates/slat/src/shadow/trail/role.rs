@@ -1,4 +1,4 @@
-//! The role of a shadow page: which table of the guest it shadows, and how the entries of that table are interpreted.
+//! The role of a shadow page: how the entries of the guest table that it shadows are interpreted.
 
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
@@ -6,45 +6,48 @@ use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
 use crate::trace::PageRole;
 
-/// The kinds of guest tables that a shadow page can represent.
+/// The kind of guest table that a shadow page shadows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Tables {
-    /// No table: the page is *direct*, it maps consecutive guest frames.
+    /// No guest table: the page is *direct*, which means that it maps consecutive guest frames.
     None,
-    /// A guest table of this paging mode. [`Mode::Level5`] represents both kinds of long mode, whose entries have the
-    /// same meaning.
+    /// A guest table of this paging mode. For 4-level paging, too, this is [`Mode::Level5`], because the entries have
+    /// the same meaning.
     Of(Mode),
 }
 
-/// The role of a shadow page: there is one page for a frame and a role (KVM: `kvm_mmu_page_role`).
+/// The role of a shadow page (KVM: `kvm_mmu_page_role`). There is at most one shadow page for a frame and a role.
 ///
-/// A role contains everything on which the meaning of an entry depends, and no more. CR0.WP, SMEP, SMAP and protection
-/// keys are checked when an entry is used ([`PageRights::allow`]), so the same page serves all their settings.
+/// A role contains exactly the state on which the meaning of an entry depends. CR0.WP, SMEP, SMAP and protection keys
+/// are checked when a shadow leaf is used ([`PageRights::allow`]), so the same page serves all their settings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Role {
     /// The level of the page's table.
     pub(crate) level: Level,
     pub(crate) tables: Tables,
-    /// The rights that the entries above grant together. The guest may grant more on another path to the same table.
+    /// The rights that the guest's entries above the table grant together. On another path to the same table they may
+    /// grant more: that is another role.
     pub(crate) rights: PageRights,
-    /// The part of the guest's table that the page shadows: tables of 32-bit paging have 1024 entries, which map twice
-    /// the space of 512.
+    /// Which part of the guest's table the page shadows. With 32-bit paging, two shadow tables of 512 entries shadow a
+    /// page table of 1024 entries, and four shadow tables of 1 GiB each shadow the page directory, which translates 4
+    /// GiB.
     pub(crate) quadrant: u8,
-    /// EFER.NXE. If clear, an entry with the no-execute bit maps nothing.
+    /// EFER.NXE. If it is clear, the no-execute bit is reserved, and an entry with this bit maps nothing.
     pub(crate) no_execute: bool,
-    /// The guest's MAXPHYADDR: an entry with a higher bit maps nothing.
+    /// The guest's MAXPHYADDR: higher address bits are reserved, and an entry with such a bit maps nothing.
     pub(crate) physical_bits: u32,
-    /// [`GuestPaging::reserves_table_global`]: if set, an entry above the last level with the global bit maps nothing.
+    /// [`GuestPaging::reserves_table_global`]: if it is set, the global bit is reserved in entries above the last
+    /// level, and an entry with this bit maps nothing.
     pub(crate) reserves_table_global: bool,
 }
 
-/// The meaning of an entry of a guest's table for a shadow page.
+/// What an entry of a guest table means for the corresponding entry of its shadow page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Meaning {
-    /// The entry refers to a table: the shadow page of this frame and role.
+    /// The guest's entry refers to a table. The shadow entry refers to the shadow page of this frame and role.
     Table(Gfn, Role),
-    /// The entry maps guest memory from this frame on, with these rights. If the dirty flag of a page is clear, the
-    /// entry grants no writing: the first write must set the flag.
+    /// The guest's entry maps guest memory from this frame on, with these rights. If its dirty flag is clear, the
+    /// rights do not include writing, so that the first write faults and sets the flag.
     Memory(Gfn, PageRights),
 }
 
@@ -83,8 +86,8 @@ impl Role {
         }
     }
 
-    /// Returns frame and role of the page with which walks to `gva` begin in the state `paging`. `None`: these walks
-    /// end at a page-directory-pointer entry.
+    /// Returns the frame and the role of the shadow page at which walks to `gva` begin in the state `paging`. `None`:
+    /// these walks fault at a page-directory-pointer entry.
     pub(crate) fn root(paging: &GuestPaging, gva: u64) -> Option<(Gfn, Role)> {
         let mode = match paging.mode {
             Mode::Level4 => Mode::Level5,
@@ -105,8 +108,8 @@ impl Role {
         Some((paging.root_table(gva)?.gfn(), role))
     }
 
-    /// Returns the number of the root that translates `gva`. With 32-bit and PAE paging, there are four roots, and
-    /// address bits select one.
+    /// Returns the number of the root that translates `gva`. With 32-bit and PAE paging there are four roots, selected
+    /// by bits 31:30 of the address; otherwise there is one.
     pub(crate) fn root_number(paging: &GuestPaging, gva: u64) -> usize {
         match paging.mode {
             Mode::Bits32 { .. } | Mode::Pae => (gva >> 30 & 3) as usize,
@@ -118,7 +121,7 @@ impl Role {
         self.tables == Tables::None
     }
 
-    /// Returns a paging state in which a walk interprets the guest's entries as this role does.
+    /// Returns a paging state for interpreting the guest's entries as this role requires.
     fn paging(&self, mode: Mode) -> GuestPaging {
         GuestPaging {
             cr3: 0,
@@ -143,7 +146,8 @@ impl Role {
         }
     }
 
-    /// Returns how many of the page's entries correspond to one entry of the guest's table: 2 where that maps 4 MiB.
+    /// Returns how many entries of the shadow page correspond to one entry of the guest's table: 2 for the directory of
+    /// 32-bit paging, whose entries cover 4 MiB; otherwise 1.
     fn entries_per_guest_entry(&self) -> usize {
         match self.entry_size() {
             4 if self.level > Level::PAGE => 2,
@@ -151,13 +155,14 @@ impl Role {
         }
     }
 
-    /// Returns the index, in the guest's table, of the guest entry that corresponds to entry `index` of the page.
+    /// Returns the index, in the guest's table, of the guest's entry that corresponds to entry `index` of the shadow
+    /// page.
     pub(crate) fn guest_index(&self, index: usize) -> usize {
         (usize::from(self.quadrant) * ENTRIES + index) / self.entries_per_guest_entry()
     }
 
-    /// Returns the page's entries that correspond to entry `guest_index` of the guest's table; none, if that entry
-    /// belongs to another quadrant.
+    /// Returns the indexes of the shadow page's entries that correspond to entry `guest_index` of the guest's table.
+    /// The range is empty if the guest's entry belongs to another quadrant.
     pub(crate) fn indexes_of(&self, guest_index: usize) -> core::ops::Range<usize> {
         let per = self.entries_per_guest_entry();
         match (guest_index * per).checked_sub(usize::from(self.quadrant) * ENTRIES) {
@@ -166,9 +171,9 @@ impl Role {
         }
     }
 
-    /// Returns what entry `index` of the shadow page maps if the corresponding entry of the guest's table is `entry`.
-    /// `None`: the guest's entry maps nothing, or the guest has not used it yet. Always `None` for a direct page, which
-    /// shadows no table of the guest.
+    /// Returns the meaning of the guest's entry `entry` for entry `index` of the shadow page. `None`: the guest's entry
+    /// maps nothing, or its accessed flag is clear. Always `None` for a direct page, which shadows no table of the
+    /// guest.
     pub(crate) fn meaning(&self, index: usize, entry: u64) -> Option<Meaning> {
         let Tables::Of(mode) = self.tables else {
             return None;
@@ -198,7 +203,8 @@ impl Role {
         })
     }
 
-    /// Returns the role of the direct page, one level down, that maps the pieces of a guest page with `rights`.
+    /// Returns the role of the direct page, of the next lower level, that maps the pieces of a guest page with
+    /// `rights`.
     pub(crate) fn pieces(&self, rights: PageRights) -> Role {
         Role {
             rights,
@@ -207,12 +213,13 @@ impl Role {
     }
 }
 
-/// A shadow page's note about an entry that maps guest memory: the frame and the rights that the guest granted.
+/// What a shadow page stores about a leaf or an MMIO entry: the guest frame, and the rights that the guest's tables
+/// grant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Note(u64);
 
 impl Note {
-    /// The value for an entry that has no note, because the guest's tables granted nothing for it.
+    /// The value for an entry that was made without the guest's tables.
     pub(crate) const NONE: Note = Note(0);
 
     const RIGHTS: u32 = 3;
@@ -240,7 +247,7 @@ impl Note {
         }
     }
 
-    /// Returns whether a leaf may combine the rights of both notes: they are for the same frame, privilege and key.
+    /// Returns whether a leaf may combine the rights of both notes: they have the same frame, privilege and key.
     pub(crate) fn is_like(self, other: Note) -> bool {
         const GAINED: u64 = 1 | 4;
         (self.0 ^ other.0) & !GAINED == 0
@@ -251,8 +258,8 @@ impl Note {
         Note(self.0 | other.0)
     }
 
-    /// Returns whether the guest still grants the leaf that was made by this note, given that the guest now grants
-    /// `gfn` with `rights`.
+    /// Returns whether the guest still grants what a leaf with this note maps, if its tables now map `gfn` with
+    /// `rights`.
     pub(crate) fn is_granted(self, gfn: Gfn, rights: PageRights) -> bool {
         let was = self.rights();
         self.gfn() == gfn
@@ -263,8 +270,8 @@ impl Note {
     }
 }
 
-/// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space
-/// for the guest's values, which are a key other than 0, or a frame that no guest table can name.
+/// Returns the note that an MMIO entry of format `F` contains: like [`Note`], but without a key. `None`: the note does
+/// not fit, because the key is not 0, or because the frame number has too many bits.
 pub(crate) fn mmio_note<F: Format>(gfn: Gfn, rights: PageRights) -> Option<u64> {
     let frame_bits = F::MMIO_NOTE_BITS.checked_sub(Note::RIGHTS)?;
     let fits = rights.key == 0 && gfn.0 >> frame_bits == 0;
@@ -300,7 +307,7 @@ mod tests {
         assert_eq!(SHORT.guest_index(7), 3 * 256 + 3);
         assert_eq!(SHORT.indexes_of(3 * 256 + 3), 6..8);
         assert!(SHORT.indexes_of(3).is_empty() && SHORT.indexes_of(1024).is_empty());
-        // Present, writable, user, accessed, dirty, 4 MiB at 0x40_0000.
+        // The guest's entry is present, writable, user, accessed and dirty, and maps 4 MiB at 0x40_0000.
         let huge = SHORT.meaning(7, 0x40_00e7);
         let rights = PageRights {
             execute: true,
@@ -330,7 +337,8 @@ mod tests {
             let meaning = LONG.meaning(5, 0x20_0000 | entry);
             assert_eq!(meaning, Some(Meaning::Memory(Gfn(0x200), rights)));
         }
-        // These entries are not used: one is not accessed, one is not present, and one has a reserved bit.
+        // These entries mean nothing for a shadow page: one is not accessed, one is not present, and one has a reserved
+        // bit set.
         for entry in [0x87, 0x20, 0x20_0000 | 1 << 13 | 0xe7] {
             assert_eq!(LONG.meaning(5, entry), None, "{entry:#x}");
         }
@@ -346,7 +354,8 @@ mod tests {
             };
             Note::new(Gfn(0), rights)
         });
-        // All frames that tables of five levels translate; a guest's tables contain frame numbers of 40 bits.
+        // Test a large frame number: one of the last that tables of five levels translate. (Those in a guest's tables
+        // have at most 40 bits.)
         let gfn = Gfn(all_gfns::<X86<5>>().end.0 - 3);
         for bits in 0..128u8 {
             let rights = PageRights {

@@ -116,7 +116,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Declares that the operation zaps leaves of a slot that is being deleted or moved
-    /// ([`Flushes`](crate::table::Flushes)).
+    /// ([`Flushes`]).
     pub(super) fn of_leaving_slot(&self) {
         self.ticket.of_leaving_slot();
     }
