@@ -1,5 +1,5 @@
-//! Descriptors of KVM's objects. For the kernel, each descriptor refers to a memfd. A table maps each descriptor to
-//! its KVM object.
+//! Descriptors of KVM's objects. Each is a real file descriptor, of a memfd; a table in this library maps it to its KVM
+//! object.
 
 use crate::{Answer, answer, guarded};
 use libc::{off_t, ssize_t};
@@ -38,7 +38,7 @@ pub extern "C" fn slat_open() -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     guarded(|| {
-        // As in the kernel, the upper half of a request is ignored.
+        // As in the kernel, only the lower 32 bits of a request count.
         let ours = descriptors::get(fd)
             .map(|handle| handle.ioctl(request as u32, argument as u64))
             .transpose();
@@ -63,7 +63,7 @@ pub extern "C" fn slat_close(fd: c_int) -> c_int {
     guarded(|| {
         // Remove the descriptor first, because its number may belong to another file as soon as it is closed.
         descriptors::remove(fd);
-        // SAFETY: the call closes the client's descriptor, as the client has asked.
+        // SAFETY: the call closes a descriptor that the client has asked to close.
         answer(unsafe { libc::close(fd) } as isize)
     }) as c_int
 }
@@ -75,7 +75,7 @@ pub extern "C" fn slat_close(fd: c_int) -> c_int {
 pub extern "C" fn slat_dup(fd: c_int) -> c_int {
     guarded(|| {
         let handle = descriptors::get(fd);
-        // SAFETY: the call only opens a descriptor.
+        // SAFETY: the call only makes a new descriptor.
         let new = answer(unsafe { libc::dup(fd) } as isize)?;
         let Some(handle) = handle else {
             return Ok(new);
@@ -129,6 +129,6 @@ fn allocate(fd: c_int, mode: c_int, offset: i64, size: i64) -> Answer {
         guest_memfd.fallocate(mode, offset, size).map_err(errno)?;
         return Ok(0);
     }
-    // SAFETY: the call changes the file that the client names.
+    // SAFETY: the call takes no pointer, and only changes the file that the client has named.
     answer(unsafe { libc::fallocate(fd, mode, offset, size) } as isize)
 }

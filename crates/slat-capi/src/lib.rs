@@ -1,17 +1,17 @@
 //! The KVM API for C programs, without `/dev/kvm`.
 //!
-//! A program that has a KVM backend is ported by renaming its calls. `slat_open` takes the place of opening `/dev/kvm`.
-//! `slat_ioctl`, `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` take the place of the C library's functions
-//! without the prefix. cbindgen makes `include/slat.h` of this crate (`tests/header.rs`). The engine below KVM's API
-//! has its own C library, `slat-engine-capi`.
+//! To port a program that uses KVM, rename its calls. `slat_open` replaces opening `/dev/kvm`. `slat_ioctl`,
+//! `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` replace the C library's functions without the prefix.
+//! cbindgen generates `include/slat.h` from this crate (`tests/header.rs`). A program that needs only the engine,
+//! without KVM's API, uses another C library, `slat-engine-capi`.
 //!
-//! | file | idea |
+//! | file | contents |
 //! |---|---|
 //! | [`descriptors`] | descriptors: open, ioctl, close, dup, pread, fallocate |
 //! | [`memory`] | mappings: those of descriptors, and changes of guest memory |
 //! | [`signals`] | signals that end KVM_RUN |
 //!
-//! # The border
+//! # The border between C and Rust
 //! Every function does its work in [`slat_kvm::guarded::guarded`], or in the functions below it, so that no panic
 //! leaves the library. A call that panics fails with `EIO`. If it was a call of a VM, all later calls of that VM fail
 //! with `EIO`, too.
@@ -25,7 +25,7 @@ use slat_kvm::guarded::guarded;
 /// The result of a call: a value or an errno.
 type Answer = Result<isize, i32>;
 
-/// Converts the result of a function of the C library.
+/// Converts the result of a function of the C library: -1 becomes the errno.
 fn answer(value: isize) -> Answer {
     match value {
         -1 => Err(std::io::Error::last_os_error()

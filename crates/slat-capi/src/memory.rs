@@ -9,14 +9,14 @@ use std::ops::Range;
 
 const PAGE: usize = 4096;
 
-/// Returns the pages that hold `size` bytes at `start`.
+/// Returns the address range of the whole pages that contain the `size` bytes at `start`.
 fn pages(start: *const c_void, size: usize) -> Result<Range<usize>, i32> {
     let end = (start.addr().checked_add(size)).and_then(|end| end.checked_next_multiple_of(PAGE));
     Ok(start.addr() & !(PAGE - 1)..end.ok_or(libc::EINVAL)?)
 }
 
-/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Then reports the range
-/// that `change` returns, whose mappings are new.
+/// Runs `change`, which replaces or removes the mappings in `range`, during an invalidation of this range in all VMs.
+/// Then reports that the mappings in the range that `change` returns are new.
 fn replace(
     range: Range<usize>,
     change: impl FnOnce() -> Result<(isize, Range<usize>), i32>,
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn slat_around(
         Ok(notify::around(range.clone(), || {
             let value = change(context);
             left = std::io::Error::last_os_error().raw_os_error();
-            // The change may have been advice about huge pages.
+            // `change` may have given advice about huge pages (madvise).
             mappings::advice_passed_by();
             mappings::changed(range);
             value

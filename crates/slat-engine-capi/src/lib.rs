@@ -1,19 +1,19 @@
-//! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs, on a
-//! platform of callbacks.
+//! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs. The hypervisor provides
+//! the platform as callbacks.
 //!
-//! The hypervisor runs its guests itself. For KVM's API, with a CPU in software, see the library of `slat-capi`.
-//! Functions return 0 or a negative errno, and set no `errno`. cbindgen makes `include/slat-engine.h` of this crate
-//! (`tests/header.rs`).
+//! The hypervisor runs its guests itself. For KVM's API, with a CPU in software, see the library of the crate
+//! `slat-capi`. Functions return 0 or a negative errno, and set no `errno`. cbindgen generates `include/slat-engine.h`
+//! from this crate (`tests/header.rs`).
 //!
-//! | file | idea |
+//! | file | contents |
 //! |---|---|
 //! | this one | the functions, and the border between C and Rust |
-//! | [`platform`] | the callbacks, as the engine's platform |
+//! | [`platform`] | implements the engine's platform by the callbacks |
 //! | `vm` | a VM and a vCPU of any table format |
-//! | [`message`] | why a call was refused, in words |
+//! | [`message`] | the reason why a call has failed, as text |
 //!
-//! # The border
-//! No panic leaves the library: the call that panics fails with `EIO`, and so do all later calls of its VM.
+//! # The border between C and Rust
+//! No panic leaves the library: a call that panics fails with `EIO`, and so do all later calls of the same VM.
 
 #![allow(non_camel_case_types)] // C names.
 
@@ -74,22 +74,23 @@ pub struct slat_vcpu {
 
 struct Handle {
     vm: Box<dyn AnyVm>,
-    /// Whether a call has panicked: then the VM's state is unknown, and its locks may be held.
+    /// Whether a call of the VM has panicked: then the VM's state is unknown, and locks may still be held.
     dead: AtomicBool,
 }
 
 type Done = Result<c_int, c_int>;
 
-/// The reason why a dead VM refuses all calls.
+/// The text of the error of every call after a panic.
 const DEAD: &str = "a call of this VM has failed in the engine or in a callback, which is a defect of either; destroy the VM";
 
-/// Returns the result of `work`. `None` if `work` panics; the panic's message was printed before.
+/// Returns the result of `work`. `None`: `work` has panicked, and the panic's message was printed.
 fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
     catch_unwind(AssertUnwindSafe(work)).ok()
 }
 
 impl Handle {
-    /// Does a call of this VM or of its vCPUs. After a call that panics, all calls fail with `EIO`.
+    /// Runs `work`, a call of this VM or of one of its vCPUs. If a call has panicked, this call or an earlier one,
+    /// fails with `EIO`.
     fn call(&self, work: impl FnOnce() -> Done) -> c_int {
         message::begin();
         if self.dead.load(SeqCst) {
@@ -172,7 +173,7 @@ pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
     discard(handle.clone(), handle);
 }
 
-/// Drops a VM or a vCPU, unless the VM is dead.
+/// Drops `what`, a VM or a vCPU, unless a call of the VM has panicked.
 fn discard<T>(handle: Arc<Handle>, what: T) {
     match handle.dead.load(SeqCst) {
         true => std::mem::forget((handle, what)),

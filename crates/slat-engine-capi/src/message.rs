@@ -1,4 +1,4 @@
-//! The reasons why calls of a thread have failed, as text.
+//! For each thread, the reason why its last failed call has failed, as text.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
@@ -9,25 +9,25 @@ thread_local! {
     static BLAME: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps the text of an error for [`slat_last_error`]. If a callback has returned a wrong result in this call, the text
-/// begins with that. Returns the errno.
+/// Stores the text of an error for [`slat_last_error`]. If a callback has returned a wrong result during this call, the
+/// text begins with what was wrong. Returns the errno.
 pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
     let text = match BLAME.take() {
         Some(blame) => format!("{blame}: {error}"),
         None => error.to_string(),
     };
     let text = CString::new(text.replace('\0', "?")).unwrap_or_default();
-    // A thread that ends may have dropped its text already. No code asks for the text any more.
+    // Ignore the error: if the thread is ending and has dropped its text, no code will ask for it.
     let _ = LAST.try_with(|last| last.replace(text));
     errno
 }
 
-/// Forgets the wrong results of callbacks in earlier calls.
+/// Call at the begin of each call of the library: forgets wrong results of callbacks in earlier calls.
 pub(super) fn begin() {
     BLAME.take();
 }
 
-/// Keeps the text about a wrong result of a callback, until the current call is refused.
+/// Stores a text about a wrong result of a callback. If the current call fails, [`refused`] adds it to the error.
 pub(super) fn blame(answer: String) {
     BLAME.set(Some(answer));
 }
@@ -36,7 +36,7 @@ pub(super) fn blame(answer: String) {
 /// until the thread's next call. Each call that returns a negative errno has such a text.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_last_error() -> *const c_char {
-    // A thread that ends may have dropped its text already.
+    // If the thread is ending, it may have dropped its text.
     LAST.try_with(|text| text.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
 }

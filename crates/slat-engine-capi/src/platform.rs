@@ -1,4 +1,4 @@
-//! The engine's platform, made of a C program's callbacks.
+//! Implements the engine's platform by the callbacks of a C program.
 
 use super::message::blame;
 use slat::{
@@ -63,7 +63,7 @@ pub struct slat_platform {
     pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 
-/// The callbacks of a platform, after the check that all required callbacks exist.
+/// The callbacks of a platform. All required callbacks exist.
 pub(super) struct Callbacks {
     granule: Granule,
     context: *mut c_void,
@@ -83,7 +83,7 @@ unsafe impl Send for Callbacks {}
 unsafe impl Sync for Callbacks {}
 
 impl Callbacks {
-    /// Takes over the callbacks of `client`.
+    /// Copies the callbacks of `client`, and checks that the required callbacks exist.
     ///
     /// # Errors
     /// The name of a callback that is missing.
@@ -110,7 +110,8 @@ impl Callbacks {
         Callbacks { granule, ..self }
     }
 
-    /// Returns the largest level whose leaves are not larger than `size`. `None`: there is no page of that size.
+    /// Returns the largest level whose leaves are not larger than `size` bytes. `None`: `size` is not a valid size of a
+    /// page.
     fn level(&self, size: u64) -> Option<Level> {
         if !size.is_power_of_two() {
             return None;
@@ -120,10 +121,10 @@ impl Callbacks {
         levels.into_iter().find(fits)
     }
 
-    /// Returns the page that `resolve` has described.
+    /// Converts the description of a page by the callback `resolve`.
     ///
     /// # Errors
-    /// A bad address, if no page can have this description. The text of the error gives the reason.
+    /// [`ResolveError::BadAddress`] if the description is not valid. The text of the call's error gives the reason.
     fn page(&self, backing: u64, page: &slat_page) -> Result<HostPage, ResolveError> {
         let Some(level) = self.level(page.size) else {
             blame(format!(
@@ -139,8 +140,8 @@ impl Callbacks {
     }
 }
 
-// SAFETY: the client's callbacks do what `slat_platform` says, as `Callbacks::new` asks of its caller, and that is what
-// `Platform` requires. Metadata stay at their addresses in `metas`.
+// SAFETY: the client's callbacks do what `slat_platform` says, as `Callbacks::new` asks of its caller, and this
+// includes what `Platform` requires. `metas` keeps metadata at constant addresses.
 unsafe impl Platform for Callbacks {
     fn granule(&self) -> Granule {
         self.granule
@@ -198,7 +199,8 @@ unsafe impl Platform for Callbacks {
         }
     }
 
-    /// Maps nothing ahead of its use, because the client has no callback that tells which pages are resident.
+    /// Reports no pages, because there is no callback that tells which pages are resident. So the engine maps nothing
+    /// ahead of its use.
     fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {

@@ -1,8 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
 //! Each access changes memory by one guarded machine instruction at most, so the access happens as a whole or not at
-//! all. There is one exception, on arm64: if a word crosses into another page and one of the two pages is gone, a store
-//! may have changed the bytes in the other page.
+//! all. There is one exception, on arm64: if a word crosses a page boundary and one of the two pages is not accessible,
+//! a store may have changed the bytes in the other page.
 //!
 //! | access | x86-64 | arm64 |
 //! |---|---|---|
@@ -15,25 +15,27 @@
 //! On each architecture, guarded accesses have the order of x86 (total store order), because guests and clients may
 //! rely on it:
 //!
-//! * What a thread does after a load, other threads see after it. (Acquire.)
-//! * What a thread does before a store, other threads see before it. (Release.)
-//! * A read-modify-write has both properties, and is a full barrier: what a thread does before it, all threads see
-//!   before what the thread does after it. That also holds for a compare and exchange that finds another value: it
-//!   writes that value again. So a compare and exchange needs writable memory.
+//! * Other threads see what a thread does after a load as after the load. (Acquire.)
+//! * Other threads see what a thread does before a store as before the store. (Release.)
+//! * A read-modify-write has both properties, and is a full barrier: all threads see what a thread does before it as
+//!   before what the thread does after it. This is also true of a compare and exchange that finds another value,
+//!   because it writes that value again. So a compare and exchange always needs writable memory.
 //!
-//! A load may happen before an earlier store. An access that returns [`Gone`] orders nothing. The compiler may still
-//! move an access of Rust code to ordinary memory across a guarded load, because the compiler knows that the load
-//! writes nothing.
+//! A load may happen before a store that is earlier in the program. An access that returns [`Gone`] orders nothing. The
+//! compiler may move accesses of Rust code to ordinary memory across a guarded load, because it is told that the load
+//! writes no memory.
 
 use crate::Gone;
 
 mod sealed {
     use std::ops::{BitAnd, BitOr};
 
-    /// The machine accesses, each by one instruction or a few. Each architecture has its own implementation (`arch`).
+    /// The accesses to a word, each made by one machine instruction or a few. Each architecture has its own
+    /// implementation (`arch`).
     ///
     /// # Safety
-    /// `load` has the requirements of [`load`](super::load), and all others have those of [`store`](super::store).
+    /// The requirements of `load` are those of [`load`](super::load); the requirements of all other functions are those
+    /// of [`store`](super::store).
     pub trait Sealed: Copy + Eq + BitAnd<Output = Self> + BitOr<Output = Self> {
         unsafe fn load(p: *const Self) -> Result<Self, crate::Gone>;
         unsafe fn store(p: *mut Self, v: Self) -> Result<(), crate::Gone>;
@@ -48,15 +50,15 @@ mod sealed {
 }
 pub(crate) use sealed::Sealed;
 
-/// A word that a guarded access moves: `u8`, `u16`, `u32`, `u64` or `u128`.
+/// A type that guarded accesses read and write: `u8`, `u16`, `u32`, `u64` or `u128`.
 pub trait Word: Sealed {}
 
 /// Reads a word. `p` need not be aligned.
 ///
 /// # Safety
-/// * `p` may be any address: unmapped memory returns [`Gone`].
-/// * Other users of the memory must expect reads at any time.
-/// * [`install`](crate::install) must have been called, or a fault ends the process.
+/// * `p` may be any address: if the memory is not mapped, the result is [`Gone`].
+/// * Other users of the memory must expect that it is read at any time.
+/// * [`install`](crate::install) must have been called; otherwise a fault ends the process.
 #[inline(always)]
 pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
     // SAFETY: any address may be read here, as this function's `# Safety` says: the access is guarded, and the handlers
@@ -67,8 +69,9 @@ pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
 /// Writes a word. `p` need not be aligned.
 ///
 /// # Safety
-/// * `p` may be any address that, where mapped, this process may overwrite: no Rust object lives there.
-/// * [`install`](crate::install) must have been called, or a fault ends the process.
+/// * `p` may be any address; but if the memory is mapped, it must contain no Rust object, so that it may be
+///   overwritten.
+/// * [`install`](crate::install) must have been called; otherwise a fault ends the process.
 #[inline(always)]
 pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
     // SAFETY: no Rust object is at `p`, and the handlers that turn a fault into `Gone` are installed, as this
@@ -76,8 +79,8 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
     unsafe { T::store(p, v) }
 }
 
-/// Compares and exchanges, on x86 by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`,
-/// `Ok(Err(seen))` otherwise. A `u128` must be aligned.
+/// Does an atomic compare and exchange (on x86: LOCK CMPXCHG). Returns `Ok(Ok(old))` if the word was `old` and is now
+/// `new`, or `Ok(Err(seen))` if it was another value, `seen`. A `u128` must be aligned.
 ///
 /// # Safety
 /// The requirements of [`store`].
@@ -87,7 +90,7 @@ pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Res
     unsafe { T::compare_exchange(p, old, new) }
 }
 
-/// Exchanges, on x86 by XCHG: writes `v`, returns the old value.
+/// Atomically replaces the word by `v` (on x86: XCHG). Returns the old value.
 ///
 /// # Safety
 /// The requirements of [`store`].
@@ -97,7 +100,7 @@ pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { T::swap(p, v) }
 }
 
-/// Adds `v` (wrapping), on x86 by LOCK XADD. Returns the old value.
+/// Atomically adds `v` to the word, wrapping (on x86: LOCK XADD). Returns the old value.
 ///
 /// # Safety
 /// The requirements of [`store`].
@@ -107,7 +110,7 @@ pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { T::fetch_add(p, v) }
 }
 
-/// Does a locked AND, returns the old value.
+/// Atomically replaces the word by its AND with `v`. Returns the old value.
 ///
 /// # Safety
 /// The requirements of [`store`].
@@ -117,7 +120,7 @@ pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old & v) }
 }
 
-/// Does a locked OR, returns the old value.
+/// Atomically replaces the word by its OR with `v`. Returns the old value.
 ///
 /// # Safety
 /// The requirements of [`store`].
@@ -127,7 +130,8 @@ pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old | v) }
 }
 
-/// Runs a compare-and-exchange loop, for operations that no single instruction does while returning the old value.
+/// Atomically replaces the word by `f` of its value, in a loop of compare and exchange. Returns the old value. For
+/// operations for which there is no single instruction that also returns the old value.
 ///
 /// # Safety
 /// The requirements of [`store`].

@@ -1,8 +1,9 @@
-//! Runs of bytes: copies, fills and comparison.
+//! Guarded accesses of runs of bytes: copies, fills and comparison.
 //!
 //! # Order
-//! A run as a whole is ordered like a load, if it reads, and like a store, if it writes ([`access`](crate::access)).
-//! Other threads may see its bytes read or written in any order, and only single bytes are single-copy atomic.
+//! As a whole, an access that reads a run is ordered like a load, and an access that writes a run is ordered like a
+//! store ([`access`](crate::access)). Within the run, other threads may see bytes read or written in any order, and
+//! only single bytes are single-copy atomic.
 
 use crate::Gone;
 use crate::access::load;
@@ -12,28 +13,29 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
     if left == 0 { Ok(()) } else { Err(len - left) }
 }
 
-/// Reads `dst.len()` bytes. `Err` holds how many were read before the memory was gone.
+/// Reads `dst.len()` bytes. `Err` contains the number of bytes that were read before one was not accessible.
 ///
 /// # Safety
 /// The requirements of [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
-    // SAFETY: `dst` is a slice, which nothing else uses. `src` may be read by guarded accesses, as this function's
-    // `# Safety` asks of its caller.
+    // SAFETY: `dst` is a mutable slice, which no other code uses. `src` may be read by guarded accesses, as this
+    // function's `# Safety` asks of its caller.
     unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
 }
 
-/// Writes `src`. `Err` holds how many bytes were written before the memory was gone.
+/// Writes `src`. `Err` contains the number of bytes that were written before one was not accessible.
 ///
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
-    // SAFETY: `src` is a slice, which nothing writes. `dst` may be written by guarded accesses, as this function's
-    // `# Safety` asks of its caller.
+    // SAFETY: `src` is a slice, which no other code writes. `dst` may be written by guarded accesses, as this
+    // function's `# Safety` asks of its caller.
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 
-/// Copies `len` bytes one after the other, beginning with the first. So a copy to overlapping higher addresses repeats
-/// a pattern. `Err` holds the number of bytes that were copied before memory of either side was gone.
+/// Copies `len` bytes one after the other, beginning with the first. So if the destination overlaps the source at
+/// higher addresses, the bytes before the overlap are repeated as a pattern. `Err` contains the number of bytes that
+/// were copied before one was not accessible, in the source or the destination.
 ///
 /// # Safety
 /// The requirements of [`load`] and [`store`](crate::store), for every byte.
@@ -44,8 +46,8 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize
     done(len, unsafe { bulk::copy(dst, src, len) })
 }
 
-/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds the number of copies that were
-/// written before the memory was gone.
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` contains the number of copies that were
+/// written before memory was not accessible.
 ///
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
@@ -61,7 +63,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
     })
 }
 
-/// Fills `len` bytes with `byte`. `Err` holds the number of bytes that were written before the memory was gone.
+/// Fills `len` bytes with `byte`. `Err` contains the number of bytes that were written before one was not accessible.
 ///
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
@@ -70,7 +72,7 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
     unsafe { fill_elements::<1>(dst, byte.into(), len) }
 }
 
-/// Whether the memory at `p` holds `bytes`.
+/// Whether the bytes at `p` are equal to `bytes`.
 ///
 /// # Safety
 /// The requirements of [`load`], for every byte.
@@ -78,7 +80,8 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
 pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let (lines, bytes) = bytes.as_chunks::<LINE>();
     for line in lines {
-        // SAFETY: the line at `p` consists of bytes that the caller lets this function read by guarded accesses.
+        // SAFETY: the line at `p` consists of bytes that this function may read by guarded accesses, as its `# Safety`
+        // says.
         if !unsafe { matches_line(p, line)? } {
             return Ok(false);
         }
@@ -87,7 +90,7 @@ pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let len = bytes.len();
     if len < 8 {
         for (i, &byte) in bytes.iter().enumerate() {
-            // SAFETY: the byte is one of those that the caller lets this function read by guarded accesses.
+            // SAFETY: this function may read the byte by guarded accesses, as its `# Safety` says.
             if unsafe { load(p.wrapping_add(i))? } != byte {
                 return Ok(false);
             }
@@ -102,12 +105,12 @@ pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let mut at = 0;
     let mut differ = 0;
     while at + 8 <= len {
-        // SAFETY: the word consists of bytes that the caller lets this function read by guarded accesses.
+        // SAFETY: the word consists of bytes that this function may read by guarded accesses, as its `# Safety` says.
         differ |= unsafe { load(p.wrapping_add(at).cast::<u64>())? } ^ word(at);
         at += 8;
     }
-    // The tail overlaps bytes that were compared already.
-    // SAFETY: the word consists of bytes that the caller lets this function read by guarded accesses.
+    // The last word may overlap bytes that were already compared.
+    // SAFETY: the word consists of bytes that this function may read by guarded accesses, as its `# Safety` says.
     differ |= unsafe { load(p.wrapping_add(len - 8).cast::<u64>())? } ^ word(len - 8);
     Ok(differ == 0)
 }

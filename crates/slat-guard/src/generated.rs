@@ -1,23 +1,24 @@
-//! Guarded accesses in code that is made at run time.
+//! Guarded accesses in code that is generated at run time.
 //!
-//! Such code has no entries in the exception table. It has a table of its own, with one bit per byte of code: 1 where a
-//! guarded access begins, the lowest bit of a byte first. If an access fails, the thread continues at the code's
-//! *exit*, with the address of the access instruction in the register of a function's result: RAX, or X0.
+//! Such code has no entries in the exception table. It has its own table, with one bit per byte of code (beginning with
+//! the lowest bit of each byte of the table), which is 1 if a guarded access begins at this byte. If an access faults,
+//! the thread continues at the code's *exit*, with the address of the faulting instruction in the register for a
+//! function's result: RAX, or X0.
 //!
 //! # Concurrency
-//! Handlers read the registration on any thread, at any time. So the registration is a sequence lock. But a handler
-//! does not wait for a change: the change may be in progress on the thread that the handler has interrupted. Such a
-//! handler treats the interrupted instruction as not registered. That is right, because no thread executes registered
-//! code during a change.
+//! Handlers read the registration on any thread, at any time. So the registration is protected by a sequence lock. But
+//! a handler does not wait until a change is complete, because the change may be in progress on the thread that the
+//! handler has interrupted. Instead the handler treats the interrupted instruction as not registered, which is correct
+//! because no thread executes registered code during a change.
 
 use crate::sync::{AtomicU32, AtomicUsize, const_fn, fence, global};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// The generated code that is registered, with its table of guarded accesses and its exit.
+/// A registration: the generated code, its table of guarded accesses, and its exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Registered {
-    /// The first address of the code, and the one after the last.
+    /// The first address of the code, and the address after the last one.
     start: usize,
     end: usize,
     table: usize,
@@ -27,7 +28,8 @@ struct Registered {
 /// The registration of generated code, as signal handlers read it.
 #[derive(Debug)]
 struct Generated {
-    /// Odd during a change; also in a forked child whose parent was changing the registration at the fork.
+    /// Odd while the registration is being changed. It stays odd in a forked child if another thread of the parent was
+    /// changing the registration at the fork.
     version: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,
@@ -48,11 +50,12 @@ impl Generated {
         }
     }
 
-    /// Replaces the registration. Calls do not overlap.
+    /// Replaces the registration. The caller must not call this from several threads at once.
     fn set(&self, new: Registered) {
         let odd = self.version.load(Ordering::Relaxed) | 1;
         self.version.store(odd, Ordering::Relaxed);
-        // Orders the odd version before the new values: a handler that reads one of them sees the change.
+        // Orders the odd version before the new values: a handler that reads one of these values also sees that the
+        // version has changed.
         fence(Ordering::Release);
         self.start.store(new.start, Ordering::Relaxed);
         self.end.store(new.end, Ordering::Relaxed);
@@ -61,7 +64,7 @@ impl Generated {
         self.version.store(odd.wrapping_add(1), Ordering::Release);
     }
 
-    /// Returns the current registration. `None` during a change. Async-signal-safe.
+    /// Returns the current registration. `None`: the registration is being changed. Async-signal-safe.
     fn get(&self) -> Option<Registered> {
         let version = self.version.load(Ordering::Acquire);
         let registered = Registered {
@@ -70,7 +73,7 @@ impl Generated {
             table: self.table.load(Ordering::Relaxed),
             exit: self.exit.load(Ordering::Relaxed),
         };
-        // Orders the values before the second look at the version.
+        // Orders the reads of the values before the second read of the version.
         fence(Ordering::Acquire);
         let is_whole = version & 1 == 0 && self.version.load(Ordering::Relaxed) == version;
         is_whole.then_some(registered)
@@ -81,14 +84,15 @@ global! {
     static GENERATED: Generated = Generated::new();
 }
 
-/// Registers code that is made at run time with the signal handlers: the addresses `code`, the address of its `table`,
-/// and the address of its `exit`. Replaces earlier registered code.
+/// Registers generated code with the signal handlers, in place of the code that was registered before: its addresses
+/// `code`, the address of its `table` of guarded accesses, and the address of its `exit`.
 ///
 /// # Safety
 /// - As long as any thread executes in `code`, its table is readable.
-/// - At each guarded access, the code may continue at `exit`, with the address of the access in RAX (X0) and all
-///   other registers unchanged.
-/// - No thread executes the code that was registered before, nor `code` before this returns.
+/// - At each guarded access, the code allows that the thread continues at `exit`, with the address of the access in RAX
+///   (on arm64: X0) and all other registers unchanged.
+/// - No thread executes the code that was registered before, and no thread executes `code` before this function
+///   returns.
 /// - No other call of this function runs at the same time.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
     GENERATED.set(Registered {
@@ -99,8 +103,8 @@ pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
     });
 }
 
-/// Returns the address of the generated code's exit if the instruction at `ip` is a guarded access of code made at run
-/// time. Async-signal-safe.
+/// Returns the address of the generated code's exit if the instruction at `ip` is a guarded access of the registered
+/// code. Async-signal-safe.
 pub(crate) fn exit(ip: usize) -> Option<usize> {
     let registered = GENERATED.get()?;
     if !(registered.start..registered.end).contains(&ip) {
@@ -128,8 +132,8 @@ mod loom_tests {
         }
     }
 
-    /// A handler sees one registration or none, in whatever order the values of two registrations become visible.
-    /// [`crate::sync`] says why the main thread changes the registration.
+    /// A handler must see one registration or none, but never values of two registrations, in whatever order these
+    /// become visible. [`crate::sync`] explains why the main thread makes the change.
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {

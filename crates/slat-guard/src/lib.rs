@@ -1,26 +1,25 @@
 //! Memory accesses that survive SIGSEGV, SIGBUS and a kick.
 //!
-//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//! This crate is a part of slat. Its API is not stable: any version may change it.
 //!
-//! Guest memory belongs to the program that provides it: the program may unmap it, protect it, truncate the file that
-//! backs it or leave its pages to a userfaultfd handler, at any moment and on any thread. A check before an access may
-//! no longer be true when the access happens, so the access itself has to be able to fail.
+//! Guest memory belongs to the program that provides it (the VMM): at any moment and on any thread, the program may
+//! unmap it, protect it, truncate the file that backs it, or leave its pages to a userfaultfd handler. The result of a
+//! check before an access may no longer be true when the access happens, so the access itself must be able to fail.
 //!
-//! Every access here is a few machine instructions (`access`, `sized`, `arch`) whose addresses are stored in an
-//! exception table (`table`) next to the address at which the thread continues when the instruction
-//! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
-//! in that table. If they find it, they change the instruction pointer and nothing else, and the
-//! access returns [`Gone`]. Code that is made at run time has a table of its own (`generated`). If the
-//! instruction pointer is in neither, the signal is not slat's and is handed to the action that was
-//! set before ([`set_chained`]).
+//! Every guarded access consists of a few machine instructions (`access`, `sized`, `arch`). An exception table
+//! (`table`) contains, for each, its address and the address at which the thread continues if it faults. The signal
+//! handlers (`signal`) search this table for the interrupted instruction pointer. If they find it, they change only the
+//! instruction pointer, and the access returns [`Gone`]. Code that is generated at run time has its own table
+//! (`generated`). If the instruction pointer is in neither table, the signal is not slat's, and is passed to the action
+//! that was set before ([`set_chained`]).
 //!
 //! The program's own handlers do not run while a thread is in slat's code (`section`).
 //!
-//! A *kick* ([`kick`]) is a signal to one thread. It interrupts a thread that sleeps in the
-//! kernel's page fault handler inside one of these accesses; elsewhere it does nothing.
+//! A *kick* ([`kick`]) is a signal to one thread. If the thread is in a guarded access, also if it sleeps in the
+//! kernel's page fault handler, the access ends and returns [`Gone`]. Otherwise a kick does nothing.
 //!
-//! Several copies of this crate in one process (an executable and a preloaded library) have a table
-//! each and chain to one another.
+//! One process may contain several copies of this crate (in an executable and in a preloaded library). Each has its own
+//! table, and passes signals that are not its own to the other.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("slat-guard supports Linux only");
@@ -46,8 +45,8 @@ pub use signal::{
 };
 pub use sized::{compare_exchange_sized, load_sized, store_sized};
 
-/// The access did not happen: the host memory is not accessible (SIGSEGV, SIGBUS), or the thread
-/// was kicked. Nothing was changed; try again or give up.
+/// The guarded access was not made, and changed nothing: the host memory is not accessible (SIGSEGV, SIGBUS), or the
+/// thread was kicked. Try again or give up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 

@@ -2,11 +2,11 @@
 
 use slat_process::calls::{self, Call};
 
-/// Queues a signal for a thread, given by its process and thread id. Returns an errno if the kernel
-/// refuses. Async-signal-safe.
+/// Queues a signal for the thread with the given process and thread ids. Returns an errno if the kernel refuses this.
+/// Async-signal-safe.
 ///
 /// # Safety
-/// - `info` is a whole `siginfo_t`.
+/// - `info` points to a complete `siginfo_t`.
 pub(crate) unsafe fn queue(
     (process, thread): (libc::pid_t, libc::pid_t),
     signal: i32,
@@ -20,7 +20,7 @@ pub(crate) unsafe fn queue(
         0,
         0,
     ];
-    // SAFETY: the kernel reads the `siginfo_t` at `info`, which this function's `# Safety` asks of its caller to be
-    // whole.
+    // SAFETY: the kernel reads the `siginfo_t` at `info`, which is complete, as this function's `# Safety` asks of its
+    // caller.
     unsafe { calls::make(Call::QueueSignal, arguments) }
 }

@@ -1,23 +1,23 @@
-//! Sections of code in which the program's signal handlers wait.
+//! Sections of code during which the program's signal handlers do not run.
 //!
-//! slat's code holds locks, and a handler of the program may call slat again on the thread that holds one: it opens
-//! `/dev/kvm`, maps memory, or reads the registers of the vCPU that it has interrupted. It may also leave by
-//! `siglongjmp` and never return. The kernel has neither problem, because a handler runs only after the system call has
-//! ended. A [`Section`] gives calls to slat the same property.
+//! slat's code holds locks. If a handler of the program interrupted this code, it might call slat again on the thread
+//! that holds a lock (open `/dev/kvm`, map memory, or read the registers of the vCPU that it has interrupted), or leave
+//! by `siglongjmp` and never return. With a real KVM neither is a problem, because a handler runs only after the system
+//! call has ended. A [`Section`] gives calls of slat the same property.
 //!
-//! Every handler that is installed for the program calls [`defer`] first. Inside a section, `defer` queues the signal
-//! again, for this thread and with its information, and blocks the signal in the mask that the thread returns to; the
-//! program's handler does not run. The end of the outermost section unblocks the deferred signals. The kernel then
-//! delivers them at that point, where slat has no other frame on the stack. So the kernel decides about the order of
-//! signals, their masks and their stacks.
+//! Every handler that is installed for the program calls [`defer`] first. Inside a section, `defer` *defers* the
+//! signal: it queues the signal again, for this thread and with its information, and blocks the signal in the signal
+//! mask to which the thread returns, and the program's handler does not run. The end of the outermost section unblocks
+//! the deferred signals, and the kernel delivers them at that point, where slat's code is not on the stack any more. So
+//! the kernel still decides about the order of signals, their masks and their stacks.
 //!
-//! Several pending instances of one realtime signal may change their order: a deferred instance is queued after those
-//! that were queued already.
+//! If several instances of one realtime signal are pending, their order may change: a deferred instance is queued after
+//! those that were already queued.
 //!
-//! # What a handler may see
-//! The two variables belong to one thread and its handlers. A handler runs as a whole between two of the thread's
-//! instructions, and leaves the variables as it found them, unless it leaves by longjmp. When it does, no section is
-//! open, and [`defer`] has emptied `WAITING`.
+//! # The variables that handlers read
+//! Only a thread and the handlers on this thread use the thread's variables `DEPTH` and `WAITING`. A handler runs
+//! between two instructions of the thread, and leaves the variables as it found them, unless it leaves by longjmp. In
+//! that case the thread was in no section, and [`defer`] has emptied `WAITING`.
 
 use crate::arch::entries;
 use crate::queue::queue;
@@ -30,26 +30,26 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 thread_local! {
-    // Neither variable has an initialiser or a destructor, because handlers read both.
-    /// Number of sections that this thread has entered and not left.
+    // Neither variable has an initialiser or a destructor that runs, because handlers read both.
+    // The number of sections that this thread has entered and not left.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// Signals that are deferred and blocked until the outermost section ends: bit 0 is signal 1.
+    /// The signals that were deferred, and are blocked until the outermost section ends. Bit 0 is signal 1.
     static WAITING: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The function given to [`on_deferral`], or 0.
+/// The address of the function given to [`on_deferral`], or 0.
 static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the function that the signal handler calls for every signal that arrives in a section. The function should make
-/// the thread's work in the section end soon. `call` is async-signal-safe.
+/// Sets the function that the signal handler calls for every signal that arrives in a section. `call` should make the
+/// thread's work in the section end soon, and must be async-signal-safe.
 pub fn on_deferral(call: fn()) {
     ON_DEFERRAL.store(call as usize, Ordering::Relaxed);
 }
 
-/// The bytes of the kernel's signal set.
+/// The size of the kernel's signal set in bytes.
 const SET_BYTES: usize = 8;
 
-/// Marks this thread as being in slat's code until it is dropped. Sections nest.
+/// A section: until it is dropped, this thread is in slat's code. Sections may be nested.
 #[derive(Debug)]
 #[must_use]
 pub struct Section(PhantomData<*const ()>);
@@ -68,7 +68,7 @@ impl Section {
         DEPTH.get() != 0
     }
 
-    /// Whether a handler of the program is waiting for this thread to leave its sections.
+    /// Whether a signal was deferred on this thread, and so waits until the thread leaves its outermost section.
     #[inline]
     pub fn delays_a_signal() -> bool {
         WAITING.get() != 0
@@ -89,23 +89,23 @@ impl Drop for Section {
 /// Unblocks the deferred signals. Their handlers run during this call.
 #[cold]
 fn deliver() {
-    // A handler may run as soon as the depth is 0. The handler empties `WAITING` itself, so that a signal is unblocked
-    // even if the handler of another signal never returns, because it calls longjmp.
+    // A handler may run at any time now that the depth is 0. It empties `WAITING` itself and unblocks these signals
+    // ([`defer`]), so that they are unblocked even if that handler leaves by longjmp.
     let waiting = WAITING.get();
     // SAFETY: the pointer is to a live set of the size that the kernel expects.
     unsafe { entries::change_mask(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
 }
 
-/// Signals that are never blocked.
+/// The signals that slat never blocks. Bit 0 is signal 1.
 static UNBLOCKABLE: AtomicU64 = AtomicU64::new(0);
 
-/// Makes slat never block `signal` from now on, on any thread.
+/// Makes sure that slat never blocks `signal` from now on, on any thread.
 pub fn never_block(signal: i32) {
     UNBLOCKABLE.fetch_or(1 << (signal - 1), Ordering::Relaxed);
 }
 
-/// Returns the signals of a set that may be blocked.
+/// Returns the signals of `set` that slat may block.
 pub fn blockable(set: u64) -> u64 {
     set & !UNBLOCKABLE.load(Ordering::Relaxed)
 }
@@ -120,8 +120,8 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     };
     let mut before = 0u64;
     let (set, to) = (&raw const set as usize, &raw mut before as usize);
-    // SAFETY: both pointers are to live sets of the size that is passed. (The C library's wrapper hides some signals
-    // from the caller.)
+    // SAFETY: both pointers are to live sets of the size that is passed. (The C library's wrapper is not used because
+    // it leaves out some signals.)
     unsafe {
         calls::raw(
             libc::SYS_rt_sigprocmask,
@@ -131,8 +131,8 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     before
 }
 
-/// Blocks all signals on this thread until dropped: for changes that a handler on the same thread must not see half
-/// done.
+/// Blocks all signals on this thread until it is dropped: for changes that handlers on this thread must not see
+/// incomplete.
 #[derive(Debug)]
 pub(crate) struct AllBlocked(u64);
 
@@ -148,7 +148,8 @@ impl Drop for AllBlocked {
     }
 }
 
-/// Whether the interrupted instruction itself caused the signal, so that the signal would occur again at once.
+/// Whether the interrupted instruction itself has caused the signal. (If it were executed again, the signal would occur
+/// again.)
 fn is_synchronous(signal: i32, code: i32) -> bool {
     const FAULTS: [i32; 6] = [
         libc::SIGSEGV,
@@ -156,19 +157,20 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
         libc::SIGILL,
         libc::SIGFPE,
         libc::SIGTRAP,
-        // A seccomp filter sends SIGSYS. If SIGSYS were blocked, it would end the process.
+        // A seccomp filter causes SIGSYS. If SIGSYS is blocked then, the kernel ends the process.
         libc::SIGSYS,
     ];
-    // Codes above 0 are reserved for the kernel; a process cannot send them.
+    // A code above 0 is from the kernel: a process cannot send a signal with such a code.
     code > 0 && FAULTS.contains(&signal)
 }
 
-/// A mark in `si_errno` of a disguised signal, besides the signal's code. The kernel's own signals have 0 there.
+/// The mark of a disguised signal ([`disguise`]), in the upper half of `si_errno`. In the kernel's own signals,
+/// `si_errno` is 0.
 const DISGUISED: i32 = 0x51a7 << 16;
 
-/// Prepares a signal so that the helper can queue it again. The kernel allows no other thread to send a signal whose
-/// code is the kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)). So the signal gets the code of a queued one, and its own
-/// code is kept in `si_errno`.
+/// Changes the information of a signal so that the helper thread can queue the signal again. The kernel refuses signals
+/// from another thread whose code is one of the kernel's own or `tgkill`'s (rt_tgsigqueueinfo(2)). So this function
+/// gives the signal the code of a queued signal, and stores its own code in `si_errno`.
 fn disguise(info: &mut libc::siginfo_t) {
     if info.si_code >= 0 || info.si_code == libc::SI_TKILL {
         info.si_errno = DISGUISED | info.si_code & 0xffff;
@@ -184,24 +186,25 @@ fn reveal(info: &mut libc::siginfo_t) {
     }
 }
 
-/// Call first in a signal handler, before the program's handler runs. Returns true if the program's handler must not
-/// run now, because the thread is in a [`Section`]: the signal is then delivered when the thread leaves the section.
-/// Async-signal-safe.
+/// Call first in a signal handler, before the program's handler runs. Returns `true` if the program's handler must not
+/// run now, because the thread is in a [`Section`]: then the signal will be delivered when the thread leaves the
+/// section. Async-signal-safe.
 ///
-/// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
-/// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a
-/// handler at the wrong moment is better than none.
+/// Two kinds of signals are never deferred: faults of the interrupted instruction, and signals that the kernel refuses
+/// to queue again (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING). For the latter the
+/// handler runs at once, because that is better than if it never ran.
 ///
 /// # Safety
-/// `info` and `context` are those that the kernel gave a handler that was installed with `SA_SIGINFO`.
+/// `info` and `context` are the arguments that the kernel has passed to a handler that was installed with `SA_SIGINFO`.
 pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) -> bool {
-    // SAFETY: this handler may change the information that the kernel gave it.
+    // SAFETY: a handler may change the information that the kernel has passed to it.
     unsafe { reveal(&mut *info) };
     let context = context.cast::<libc::ucontext_t>();
-    // SAFETY: the kernel has passed the context. The C library's set is larger, and begins with the kernel's set.
+    // SAFETY: the kernel has passed the context. The C library's signal set is larger, and begins with the kernel's.
     let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
     if !Section::is_entered() {
-        // `WAITING` is not empty if the thread has just left its sections and has not yet unblocked the signals.
+        // If the thread has just left its outermost section and not yet unblocked the deferred signals, `WAITING` is
+        // not empty. Unblock them now.
         *mask &= !WAITING.replace(0);
         return false;
     }
@@ -216,9 +219,10 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         unsafe { mem::transmute::<usize, fn()>(call)() };
     }
     let bit = 1u64 << (signal - 1);
-    // With SA_NODEFER the kernel has not blocked the signal, and would deliver it again at once.
+    // Block the signal before queueing it again: if the action has SA_NODEFER, the kernel has not blocked it, and would
+    // deliver it at once.
     let blocked = change_mask(libc::SIG_BLOCK, bit);
-    // SAFETY: this handler may change the information that the kernel gave it.
+    // SAFETY: a handler may change the information that the kernel has passed to it.
     let queued = unsafe {
         if !calls::is_allowed(Call::QueueSignal) {
             disguise(&mut *info);
@@ -227,7 +231,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     };
     set_errno(before);
     if queued.is_err() {
-        // SAFETY: this handler may change the information that the kernel gave it.
+        // SAFETY: a handler may change the information that the kernel has passed to it.
         unsafe { reveal(&mut *info) };
         change_mask(libc::SIG_SETMASK, blocked);
         return false;

@@ -1,11 +1,11 @@
 //! The signal handlers of slat, and how they pass signals on to the program.
 //!
-//! slat uses three signals: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call
-//! itself, not by the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see
-//! only the client's calls.
+//! slat uses three signals: SIGSEGV, SIGBUS and the kick signal. The handlers are installed directly by the system
+//! call, not by the C library's `sigaction`: slat's preload library wraps that function, and the wrapper must see only
+//! the program's calls.
 //!
-//! A signal that is not meant for slat is passed on to the action that the client has set. If the signal was sent, in
-//! contrast to a fault, it first waits until the thread leaves slat's code ([`defer`]).
+//! A signal that is not meant for slat is passed on to the action that the client (the program) has set. If the signal
+//! was sent by a process, not caused by a fault, it is deferred until the thread leaves slat's code ([`defer`]).
 
 use crate::arch::entries;
 use crate::queue::queue;
@@ -23,7 +23,7 @@ use std::mem;
 use std::ptr;
 use std::sync::atomic::Ordering;
 
-/// The kernel's `struct sigaction`, the same on each architecture that slat supports.
+/// The kernel's `struct sigaction`, which is the same on each architecture that slat supports.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct KernelAction {
@@ -35,19 +35,20 @@ struct KernelAction {
 
 const SA_RESTORER: u64 = 0x0400_0000;
 
-/// The address of the code by which handlers return to the kernel; 0 for slat's own. The value does not depend on other
-/// memory, so it needs no order.
+/// The address of the code by which handlers return to the kernel (the *restorer*), or 0 for slat's own code. Relaxed
+/// accesses suffice, because no other memory belongs to the value.
 static RESTORER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
-/// Makes handlers return to the kernel by the code at `address`. Call before [`install`].
+/// Makes slat's handlers return to the kernel through the code at `address`. Call before [`install`].
 ///
 /// # Safety
-/// - At `address` there is, and stays, a call of rt_sigreturn(2).
+/// - The code at `address` calls rt_sigreturn(2), and is never removed.
 pub unsafe fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Relaxed);
 }
 
-/// Returns the address through which handlers return to the kernel. Debuggers and unwinders recognise the code there.
+/// Returns the address of the code through which handlers return to the kernel. Debuggers and unwinders recognise this
+/// code.
 pub fn restorer() -> usize {
     match RESTORER.load(Ordering::Relaxed) {
         0 => entries::before_restorer as *const () as usize + entries::NOP,
@@ -61,10 +62,10 @@ global! {
 }
 static INSTALLED: Prepared = Prepared::new();
 
-/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because the client
-/// may call `sigaction` in a handler, or in its `malloc`.
+/// An action that any thread may change while handlers read it, protected by a sequence lock. It needs no allocation,
+/// because the client may call `sigaction` in a handler or in its `malloc`.
 struct Chained {
-    /// 0 before the first change, odd during a change.
+    /// 0 before the first change; odd during a change.
     version: AtomicU32,
     handler: AtomicUsize,
     flags: AtomicU64,
@@ -83,7 +84,7 @@ impl Chained {
         }
     }
 
-    /// Returns the action's fields. During a change, they may belong to two different actions.
+    /// Returns the action's fields. During a change, the result may be a mixture of two actions.
     fn fields(&self) -> KernelAction {
         KernelAction {
             handler: self.handler.load(Ordering::Relaxed),
@@ -99,7 +100,7 @@ impl Chained {
         loop {
             let version = self.version.load(Ordering::Acquire);
             let action = self.fields();
-            // Orders the fields before the second look at the version.
+            // Orders the reads of the fields before the second read of the version.
             fence(Ordering::Acquire);
             if version & 1 == 0 && self.version.load(Ordering::Relaxed) == version {
                 return (version != 0).then_some(action);
@@ -123,8 +124,8 @@ impl Chained {
             spin_loop();
         };
         let old = self.fields();
-        // The odd version becomes visible before any new field. So a handler that has read a new field finds that the
-        // version has changed, and reads all fields again.
+        // Orders the odd version before the new fields. So a handler that has read a new field finds that the version
+        // has changed, and reads all fields again.
         fence(Ordering::Release);
         self.handler.store(action.handler, Ordering::Relaxed);
         self.flags.store(action.flags, Ordering::Relaxed);
@@ -135,18 +136,18 @@ impl Chained {
 }
 
 thread_local! {
-    /// Whether a kick ended the last guarded access of this thread that failed. The variable has neither an initialiser
-    /// nor a destructor, because the handler may write it.
+    /// Whether the last guarded access of this thread that failed was ended by a kick. The variable has neither an
+    /// initialiser nor a destructor that runs, because handlers write it.
     static KICKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a kick ended the last access of this thread that returned [`Gone`](crate::Gone), in contrast to
-/// inaccessible memory.
+/// Whether a kick, not inaccessible memory, was the reason why this thread's last guarded access that returned
+/// [`Gone`](crate::Gone) did so.
 pub fn was_kicked() -> bool {
     KICKED.get()
 }
 
-/// Makes [`was_kicked`] report only later accesses.
+/// Makes [`was_kicked`] return `false` until a kick ends a later access.
 pub fn forget_kick() {
     KICKED.set(false);
 }
@@ -168,27 +169,27 @@ fn chained(sig: i32) -> Option<&'static Chained> {
 /// Changes the kernel's action for `sig`; both pointers may be null.
 ///
 /// # Safety
-/// - `new` and `old` are null or refer to an action. The handler of `new` may run on any thread at any time.
+/// - `new` and `old` are null or point to an action. The handler of `new` can run on any thread at any time.
 unsafe fn rt_sigaction(
     sig: i32,
     new: *const KernelAction,
     old: *mut KernelAction,
 ) -> io::Result<()> {
-    // 8 is the size of the mask.
+    // The fourth argument, 8, is the size of the kernel's signal set in bytes.
     let arguments = [sig as usize, new as usize, old as usize, 8, 0, 0];
-    // SAFETY: the pointers are null or refer to actions, as this function's `# Safety` asks of its caller.
+    // SAFETY: the pointers are null or point to actions, as this function's `# Safety` asks of its caller.
     let answer = calls::result(unsafe { calls::raw(libc::SYS_rt_sigaction, arguments) });
     answer.map(drop).map_err(io::Error::from_raw_os_error)
 }
 
-/// Changes the kernel's action for a signal, even one that the C library reserves for itself. The caller's
-/// restorer is replaced.
+/// Changes the kernel's action for a signal, even for a signal that the C library reserves for itself. The action gets
+/// slat's restorer.
 ///
 /// # Errors
 /// The kernel's errno.
 ///
 /// # Safety
-/// - The handler of `new` may run on any thread at any time.
+/// - The handler of `new` can run on any thread at any time.
 pub unsafe fn set_kernels(
     signal: i32,
     new: Option<&libc::sigaction>,
@@ -205,7 +206,7 @@ pub unsafe fn set_kernels(
         mask: 0,
     };
     let new = new.as_ref().map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: `new` is null or refers to a local variable, and `old` is a local variable. The handler of `new` may run
+    // SAFETY: `new` is null or points to a local variable, and `old` is a local variable. The handler of `new` can run
     // at any time, as this function's `# Safety` asks of its caller.
     unsafe { rt_sigaction(signal, new, &mut old) }
         .map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))?;
@@ -217,7 +218,7 @@ fn to_kernel(action: &libc::sigaction) -> KernelAction {
         handler: action.sa_sigaction,
         flags: action.sa_flags as u32 as u64,
         restorer: 0,
-        // SAFETY: the C library's larger mask begins with the kernel's 64 bits.
+        // SAFETY: the C library's signal set is larger, and begins with the kernel's 64 bits.
         mask: unsafe { ptr::read((&raw const action.sa_mask).cast::<u64>()) },
     }
 }
@@ -226,15 +227,15 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
     // SAFETY: all-zero is a valid `sigaction`.
     let mut out: libc::sigaction = unsafe { mem::zeroed() };
     out.sa_sigaction = action.handler;
-    // The C library does not show the restorer; all other flags fit into an int.
+    // Leave out the flag for the restorer, which the C library does not show. All other flags fit into an `int`.
     out.sa_flags = (action.flags & !SA_RESTORER) as i32;
-    // SAFETY: the kernel's 64-bit mask is the beginning of the C library's larger one.
+    // SAFETY: the C library's signal set is larger, and begins with the kernel's 64 bits.
     unsafe { ptr::write((&raw mut out.sa_mask).cast::<u64>(), action.mask) };
     out
 }
 
-/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before.
-/// Calling it again does nothing.
+/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before. Later
+/// calls do nothing.
 pub fn install() -> io::Result<()> {
     INSTALLED.once(install_all)
 }
@@ -254,37 +255,38 @@ fn install_all() -> io::Result<()> {
             restorer: 0,
             mask: 0,
         };
-        // SAFETY: the call writes to a local variable. The old action is stored before the handler that reads it is
+        // SAFETY: the call writes to a local variable. The old action is read before slat's handler, which uses it, is
         // installed.
         unsafe { rt_sigaction(sig, ptr::null(), &mut old)? };
         if old.handler == ours.handler {
-            // The parent of this forked child has already installed the handler.
+            // The handler is already installed: this is a forked child, and its parent has installed it.
             continue;
         }
         if let Some(chained) = chained(sig) {
             chained.set(&old);
         }
-        // SAFETY: the handler is async-signal-safe and has the signature that SA_SIGINFO asks for.
+        // SAFETY: the handler is async-signal-safe and has the signature that SA_SIGINFO requires.
         unsafe { rt_sigaction(sig, &ours, ptr::null_mut())? };
     }
     Ok(())
 }
 
-/// Call in a forked child: completes changes of actions that other threads of the parent had begun. Async-signal-safe.
+/// Call in a forked child: ends the changes of actions that other threads of the parent were making at the fork.
+/// Async-signal-safe.
 pub fn after_fork_in_child() {
     for chained in CHAINED.iter() {
         let version = chained.version.load(Ordering::Relaxed);
         if version & 1 != 0 {
-            // The child has one thread, whose handlers need no order. A later thread sees all stores that the thread
-            // which makes it has seen.
+            // Relaxed suffices: the child has one thread, whose handlers see its stores, and threads that it makes
+            // later see them, too.
             (chained.version).store(version.wrapping_add(1), Ordering::Relaxed);
         }
     }
 }
 
-/// Replaces the action to which slat passes signals on that are not meant for it, as if by `sigaction`. `None` only
-/// reads the action. Returns the old action; `None` if `sig` is none of slat's three signals or no action is known
-/// yet. Async-signal-safe.
+/// Sets the client's action for `sig`, like `sigaction`: slat passes signals that are not meant for slat on to this
+/// action. If `action` is `None`, only reads the client's action. Returns the old action, or `None` if `sig` is not one
+/// of slat's three signals, or no action is known yet. Async-signal-safe.
 pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::sigaction> {
     let chained = chained(sig)?;
     let old = match action {
@@ -294,7 +296,7 @@ pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::s
     old.as_ref().map(to_libc)
 }
 
-/// The value of a kick is the address of this variable: it tells the kick from signals of the client, and from kicks of
+/// A kick's `si_value` is the address of this variable. So it differs from a signal of the client, and from a kick of
 /// another copy of this crate.
 static KICK: u8 = 0;
 
@@ -313,7 +315,7 @@ struct Queued {
 
 const _: () = assert!(size_of::<Queued>() == size_of::<libc::siginfo_t>());
 
-/// Sends the kick signal to a thread of this process. If the thread is in a guarded access, or asleep there in the
+/// Sends the kick signal to a thread of this process. If the thread is in a guarded access, also if it sleeps in the
 /// kernel's page fault handler, the access returns [`Gone`](crate::Gone).
 pub fn kick(tid: libc::pid_t) {
     let info = Queued {
@@ -326,18 +328,18 @@ pub fn kick(tid: libc::pid_t) {
         value: &raw const KICK as usize,
         _rest: [0; 12],
     };
-    // SAFETY: `info` has the size of a `siginfo_t`, as is asserted above. A thread that has ended returns ESRCH, which
-    // is fine.
+    // SAFETY: `info` has the size of a `siginfo_t`, as is asserted above. (If the thread has ended, the call returns
+    // ESRCH, which can be ignored.)
     let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
 }
 
 /// Whether a signal is a kick of this copy of the crate.
 ///
 /// # Safety
-/// `info` is the information that the kernel gave the handler.
+/// `info` is the argument that the kernel has passed to the handler.
 unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
-    // SAFETY: the kernel fills in the fields that belong to the code. In this process, only this crate knows the
-    // address.
+    // SAFETY: the kernel fills in the fields that belong to the signal's code. Only this copy of the crate uses the
+    // address of `KICK`.
     sig == kick_signal()
         && unsafe {
             (*info).si_code == libc::SI_QUEUE
@@ -351,10 +353,11 @@ slat_process::handler! {
 }
 
 extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
+    // SAFETY: the kernel passes the context and the information to a handler with SA_SIGINFO, for its own use.
     let (registers, kicked, sent) = unsafe {
         let registers = &mut *context.cast::<libc::ucontext_t>();
-        // A process sent the signal (kill, tgkill, sigqueue); in contrast, a fault would occur again.
+        // `si_code` is not positive if a process has sent the signal (kill, tgkill, sigqueue). Otherwise it is a fault,
+        // which would occur again.
         (registers, is_kick(sig, info), (*info).si_code <= 0)
     };
     if kicked || !sent {
@@ -370,17 +373,17 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
             return;
         }
     }
-    // SAFETY: these are the arguments that the kernel gave this handler.
+    // SAFETY: these are the arguments that the kernel has passed to this handler.
     if !kicked && !unsafe { defer(sig, info, context) } {
-        // SAFETY: these are the arguments that the kernel gave this handler.
+        // SAFETY: these are the arguments that the kernel has passed to this handler.
         unsafe { chain(sig, sent, info, context) }
     }
 }
 
-/// Does what the kernel would have done if the chained action had been installed.
+/// Does what the kernel would have done if the client's action were installed instead of slat's handler.
 ///
 /// # Safety
-/// - `info` and `context` are those that the kernel gave the handler of `sig`.
+/// - `info` and `context` are the arguments that the kernel has passed to the handler of `sig`.
 unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(chained) = chained(sig) else { return };
     let Some(action) = chained.get() else { return };
@@ -393,8 +396,9 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
     match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: these calls set the default action. A fault occurs again when the handler returns; a signal that
-            // was sent has to be sent again. The signal stays blocked until then.
+            // SAFETY: these calls only set the default action and send the signal. A fault occurs again when the
+            // handler returns, but a signal that was sent must be sent again. It stays blocked until the handler
+            // returns.
             unsafe {
                 let _ = rt_sigaction(sig, &default, ptr::null_mut());
                 if sent {
@@ -412,8 +416,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             if has(libc::SA_RESETHAND) {
                 chained.set(&default);
             }
-            // The client's handler runs with its own mask; the kernel restores the old mask when slat's handler
-            // returns.
+            // Block the signals that the client's action requires during its handler. The kernel restores the old mask
+            // when slat's handler returns.
             change_mask(libc::SIG_BLOCK, action.mask);
             if has(libc::SA_NODEFER) {
                 change_mask(libc::SIG_UNBLOCK, 1 << (sig - 1));
@@ -443,8 +447,8 @@ mod loom_tests {
         (action.handler, action.flags, action.mask)
     }
 
-    /// A handler never sees a mixture of two actions, in whatever order their fields become visible. [`crate::sync`]
-    /// says why the main thread changes the action.
+    /// A handler must never see a mixture of two actions, in whatever order their fields become visible.
+    /// [`crate::sync`] explains why the main thread makes the change.
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {
@@ -461,7 +465,7 @@ mod loom_tests {
         });
     }
 
-    /// A thread that replaces an action sees all fields of that action, although another thread has set it.
+    /// A thread that replaces an action must get all fields of the old action, even if another thread has set it.
     #[test]
     fn each_of_two_threads_gets_the_action_that_it_has_replaced() {
         loom::model(|| {

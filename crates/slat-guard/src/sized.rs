@@ -1,11 +1,11 @@
-//! Accesses of words whose size only the instruction that is executed knows.
+//! Guarded accesses of words whose size is known only at run time, from the guest's instruction.
 //!
-//! A word has `1 << size` bytes. Values are zero-extended, and a value that is stored is truncated.
+//! A word has `1 << size` bytes. A loaded word is zero-extended, and a value to store is truncated.
 
 use crate::Gone;
 use crate::access::{compare_exchange, load, store};
 
-/// Evaluates `$access` with `$word` as the type of a word of 1 << `$size` bytes, which fits in 8 bytes.
+/// Evaluates `$access` with `$word` defined as the unsigned type of `1 << $size` bytes, at most 8.
 macro_rules! of_size {
     ($size:expr, $word:ident => $access:expr) => {
         match $size {
@@ -35,7 +35,7 @@ macro_rules! of_size {
 /// The requirements of [`load`].
 #[inline(always)]
 pub unsafe fn load_sized(p: *const u8, size: u8) -> Result<u64, Gone> {
-    /// Returns a loaded word, zero-extended.
+    /// Zero-extends a loaded word.
     fn widened<W: Into<u64>>(loaded: Result<W, Gone>) -> Result<u64, Gone> {
         loaded.map(Into::into)
     }
@@ -53,8 +53,8 @@ pub unsafe fn store_sized(p: *mut u8, size: u8, value: u64) -> Result<(), Gone> 
     of_size!(size, Word => unsafe { store(p.cast::<Word>(), value as Word) })
 }
 
-/// Compares and exchanges a word of at most 16 bytes. Returns the word that was there. A word of 16 bytes must be
-/// aligned.
+/// Does an atomic compare and exchange of a word of at most 16 bytes. Returns the word's old value. A word of 16 bytes
+/// must be aligned.
 ///
 /// # Safety
 /// The requirements of [`store`].

@@ -1,10 +1,12 @@
-//! The atomics of what handlers share with other threads: the standard library's, or the model checker's in this
-//! crate's own tests with `cfg(loom)`. (Models of other crates use this crate as it always is.)
+//! The atomics of data that handlers share with other threads. They are the standard library's, except in this crate's
+//! own tests with `cfg(loom)`, where they are those of the model checker loom. (Loom models of other crates use this
+//! crate with the standard library's atomics.)
 //!
-//! In the models of sequence locks, the main thread changes the values, and the thread that it spawns reads them. Loom
-//! 0.7 runs the main thread first, and compares each access of a word only with the last access of that word. A thread
-//! that loads the version and then changes it would hide from loom that an earlier load by another thread is concurrent
-//! with the change. Loom would not try the change before that load (tokio-rs/loom#392).
+//! In the models of sequence locks, the main thread changes the values, and the thread that it spawns reads them. This
+//! order matters: loom 0.7 runs the main thread first, and to find interleavings it compares each access of a word only
+//! with the last access of that word. If the spawned thread made the change, its own load of the version would hide
+//! that the main thread's earlier load is concurrent with the change, and loom would never try the change before that
+//! load (tokio-rs/loom#392).
 
 #[cfg(all(test, loom))]
 pub(crate) use loom::{
@@ -17,7 +19,7 @@ pub(crate) use std::{
     sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, fence},
 };
 
-/// Defines a constructor that is `const`, except with loom, whose atomics are made at run time.
+/// Defines a constructor that is `const`, except in builds for loom, whose atomics are made at run time.
 macro_rules! const_fn {
     ($vis:vis fn $name:ident() -> Self $body:block) => {
         #[cfg(not(all(test, loom)))]
@@ -28,7 +30,7 @@ macro_rules! const_fn {
 }
 pub(crate) use const_fn;
 
-/// Defines a variable of a type with such a constructor. Models do not use it.
+/// Defines a global variable of a type that has such a constructor. Loom models do not use the variable.
 macro_rules! global {
     ($(#[$meta:meta])* static $name:ident: $type:ty = $value:expr;) => {
         $(#[$meta])*

@@ -1,11 +1,11 @@
-//! Frames for page tables: pages of a [`Granule`].
+//! Allocates frames for page tables. A frame has the size of a [`Granule`].
 //!
-//! Frames are cut from chunks of 2 MiB, aligned to their size. The first pages of a chunk hold the
-//! [`TableMeta`] of all its frames, so that both are found from a frame's address by arithmetic, as
-//! with Linux's `struct page` array. The physical address of a frame is its address in this process.
+//! Frames are parts of chunks of 2 MiB, which are aligned to their size. The first pages of a chunk contain the
+//! [`TableMeta`] of all frames of the chunk. So the address of a frame's metadata can be calculated from the frame's
+//! address, as with Linux's `struct page` array. As physical address of a frame, its address in this process is used.
 //!
-//! Memory is mapped and unmapped by direct system calls: the preload library watches the program's `mmap` and `munmap`,
-//! and would take the tables' own memory for guest memory.
+//! Chunks are mapped and unmapped by direct system calls, because slat's preload library watches the program's calls of
+//! `mmap` and `munmap`, and would take the tables' memory for guest memory.
 
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
@@ -27,7 +27,7 @@ struct Inner {
     free: Vec<Pfn>,
 }
 
-// SAFETY: the chunks belong to this allocator, and other code touches them only through frames that the allocator has
+// SAFETY: the chunks belong to this allocator, and other code accesses them only through frames that the allocator has
 // returned.
 unsafe impl Send for Inner {}
 
@@ -45,18 +45,17 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
     pub(crate) const GRANULE: Granule = granule(PAGE_SHIFT);
     const FRAME: usize = Self::GRANULE.bytes() as usize;
     const FRAMES: usize = CHUNK / Self::FRAME;
-    /// The frames at the start of a chunk (memory that is mapped at once) that hold the metadata of the chunk's other
-    /// frames.
+    /// The number of frames at the start of a chunk that contain the metadata of the chunk's frames.
     const RESERVED: usize = (Self::FRAMES * size_of::<TableMeta>()).div_ceil(Self::FRAME);
 
-    /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
+    /// Allocates a frame with unspecified contents and new metadata. `None`: there is no memory.
     pub fn alloc(&self) -> Option<Pfn> {
         let mut frame = None;
         self.alloc_many(1, &mut |one| frame = Some(one));
         frame
     }
 
-    /// Allocates up to `count` frames and gives each to `take`; fewer when memory is out.
+    /// Allocates `count` frames, or fewer if there is no memory, and passes each to `take`.
     pub fn alloc_many(&self, count: usize, take: &mut dyn FnMut(Pfn)) {
         let mut inner = self.lock();
         for _ in 0..count {
@@ -66,26 +65,27 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
             let Some(frame) = inner.free.pop() else {
                 return;
             };
-            // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
+            // SAFETY: the frame was free, so no other code uses its metadata, which are in its chunk.
             unsafe { Self::meta(frame).write(TableMeta::new()) };
             take(frame);
         }
     }
 
-    /// Allocates `count` contiguous frames (a power of two), the first aligned to `count` frames.
+    /// Allocates `count` contiguous frames; `count` is a power of two, and the first frame is aligned to the size of
+    /// all. `None`: there is no memory.
     pub fn alloc_run(&self, count: usize) -> Option<Pfn> {
         if count == 1 {
             return self.alloc();
         }
         let mut inner = self.lock();
-        // Only roots of tables need contiguous frames. Roots are rare, so each is cut from a new chunk, whose free
-        // frames are all contiguous.
+        // Only root tables need contiguous frames. These are rare, so take each from a new chunk, whose frames are all
+        // free and contiguous.
         let chunk = Self::grow(&mut inner)?.0;
         let first = chunk + Self::RESERVED.next_multiple_of(count) as u64;
         let run = first..first + count as u64;
         inner.free.retain(|frame| !run.contains(&frame.0));
         for frame in run {
-            // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
+            // SAFETY: the frame was free, so no other code uses its metadata, which are in its chunk.
             unsafe { Self::meta(Pfn(frame)).write(TableMeta::new()) };
         }
         Some(Pfn(first))
@@ -106,7 +106,7 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
     /// Adds a chunk of free frames. Returns the chunk's first frame.
     fn grow(inner: &mut Inner) -> Option<Pfn> {
         inner.chunks.try_reserve(1).ok()?;
-        // Reserve an entry for every frame, so that `free` never allocates.
+        // Reserve space in the list of free frames for every frame, so that `free` never allocates.
         inner
             .free
             .try_reserve((inner.chunks.len() + 1) * Self::FRAMES)
@@ -123,7 +123,7 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
     #[inline]
     pub fn entries(frame: Pfn) -> NonNull<Entries> {
         debug_assert!(frame.0 != 0);
-        // SAFETY: frames are never at address 0.
+        // SAFETY: no frame is at address 0.
         unsafe { NonNull::new_unchecked(Self::GRANULE.hpa(frame).0 as *mut Entries) }
     }
 
@@ -143,17 +143,17 @@ impl<const PAGE_SHIFT: u32> Drop for Frames<PAGE_SHIFT> {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for chunk in inner.chunks.drain(..) {
-            // SAFETY: `map_aligned` has mapped the chunk with this size; the engine has freed all frames or is dropped
-            // with its VM, so nothing refers to the chunk.
+            // SAFETY: `map_aligned` has mapped the chunk with this size, and no code uses its frames any more: the
+            // engine has freed them.
             unsafe { unmap(chunk.as_ptr() as usize, CHUNK) };
         }
     }
 }
 
-/// Makes `frames` frames for tables resident. A kernel's frames are always resident, and the host's time to bring in a
-/// page must not count as the engine's.
+/// Makes `frames` free frames resident, for benchmarks. In a kernel, frames are always resident, so the time in which
+/// the host makes a page resident must not count as the engine's time.
 pub fn warm(platform: &impl Platform, frames: usize) {
-    // This platform does not count frames for each VM.
+    // Any VM will do, because this platform does not count frames by VM.
     let vm = VmId(0);
     let mut warm = Vec::with_capacity(frames);
     platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
@@ -171,8 +171,8 @@ pub fn warm(platform: &impl Platform, frames: usize) {
 /// # Safety
 /// - The bytes were mapped by [`map_aligned`], and are not used any more.
 unsafe fn unmap(start: usize, len: usize) {
-    // SAFETY: no code uses the bytes any more, as this function's `# Safety` asks of its caller. The call cannot fail:
-    // the range is a part of one mapping, or all of it.
+    // SAFETY: no code uses the bytes any more, as this function's `# Safety` asks of its caller. The call cannot fail,
+    // because the range is within one mapping.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };
 }
 

@@ -1,8 +1,8 @@
-//! slat's platform on Linux userspace.
+//! slat's platform in Linux userspace.
 //!
-//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds hva divided by
-//! the page size, whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the
-//! bounds of mappings matter. The program reports its changes of mappings ([`mappings`]).
+//! In this port the physical address **is** the host-virtual address: a leaf for the page at an hva contains this hva
+//! divided by the page size, not the number of the kernel's frame. So the host may swap, migrate or share pages; only
+//! changes of mappings matter. The program reports these ([`mappings`]).
 #![cfg(target_os = "linux")]
 
 pub mod mappings;
@@ -53,13 +53,13 @@ use userfault::Userfaults;
 pub struct HostPlatform<const PAGE_SHIFT: u32 = 12> {
     frames: Frames<PAGE_SHIFT>,
     contiguous: AtomicBool,
-    /// The pages that are not present yet.
+    /// The bitmaps that tell which pages are not present yet.
     #[doc(hidden)]
     pub userfaults: Userfaults,
 }
 
 impl HostPlatform {
-    /// Creates a platform without frames, whose pages have 4 KiB. Installs the guard's signal handlers.
+    /// Creates a platform whose pages have 4 KiB. Installs the signal handlers of `slat_guard`.
     ///
     /// # Errors
     /// If a handler cannot be installed.
@@ -74,8 +74,8 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
     /// Like [`HostPlatform::new`], but the pages have `1 << PAGE_SHIFT` bytes.
     ///
     /// # Errors
-    /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller, because a page of a
-    /// guest is resolved as a whole.
+    /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller than that, because a
+    /// guest's page is resolved as a whole.
     pub fn with_pages() -> std::io::Result<Arc<Self>> {
         if Self::GRANULE.bytes() > page_size() as u64 {
             return Err(std::io::ErrorKind::InvalidInput.into());
@@ -84,14 +84,15 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
         Ok(Arc::default())
     }
 
-    /// Sets policy `host_level=contiguous`: pretends that every aligned stretch of one mapping is a huge page
-    /// of the host. This is right in this port, where physical addresses are virtual ones. Affects leaves
-    /// installed from now on.
+    /// Sets whether every aligned region within one mapping counts as a huge page of the host (policy
+    /// `host_level=contiguous`). This is correct in this port, because physical addresses are virtual addresses.
+    /// Affects leaves that are installed later.
     pub fn set_contiguous(&self, on: bool) {
         self.contiguous.store(on, Relaxed);
     }
 
-    /// Returns the largest level whose aligned region around `address` lies in the mapping.
+    /// Returns the largest level at which a leaf may map `address`: the aligned region is within the mapping, and is
+    /// one page of the host.
     fn level(&self, mapping: &mappings::Mapping, address: usize) -> Level {
         let bytes_of = |level| (Self::GRANULE.pages(level) << PAGE_SHIFT) as usize;
         let limit = match self.contiguous.load(Relaxed) {
@@ -104,7 +105,7 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
             bytes <= limit && mapping.range.start <= start && start + bytes <= mapping.range.end
         };
         match () {
-            // Most mappings have small pages only.
+            // Fast path: most mappings have only small pages.
             () if limit < bytes_of(Level::MEGA) => Level::PAGE,
             () if fits(Level::GIGA) => Level::GIGA,
             () if fits(Level::MEGA) => Level::MEGA,
@@ -112,7 +113,7 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
         }
     }
 
-    /// Touches the page at `backing`, which `mapping` should contain.
+    /// Makes the page at `backing` present by an access. `mapping` should contain it.
     fn try_page(
         &self,
         mapping: &mappings::Mapping,
@@ -130,8 +131,9 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
         Ok(self.page(mapping, backing))
     }
 
-    /// Touches the page at `backing`, of whose mapping the kernel tells nothing. A page that was not written counts as
-    /// read-only, so the guest's first write is another fault, which tries to write.
+    /// Makes the page at `backing` present by an access, if the kernel does not tell its mapping. After a read the page
+    /// counts as read-only, because it is unknown whether it is writable. So the guest's first write faults, and the
+    /// fault tries to write.
     fn try_untold(backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
         touch(backing.0 as usize, access)?;
         let page = HostPage::new(Self::GRANULE.pfn(Hpa(backing.0)), Level::PAGE);
@@ -147,13 +149,13 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
     }
 }
 
-/// Touches the page at `address` as the guest is about to do. The kernel makes a missing page present, however long
-/// that takes.
+/// Accesses the page at `address` in the way in which the guest is about to access it, so that the kernel makes a
+/// missing page present. This may take any time.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
-    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so
-    // no concurrent write is lost. (It is an addition, because other operations load first. For a load the kernel would
-    // map its page of zeroes, and would then have to flush that page from all CPUs to replace it with the real one.)
+    // SAFETY: a guarded access may be made at any address. The write, an atomic addition of 0, changes no bit and loses
+    // no concurrent write. (Operations other than an addition begin with a load. For a load of a new page the kernel
+    // maps its page of zeroes, which it would then have to flush from all TLBs to replace it by a real page.)
     let touched = unsafe {
         match access {
             Access::Write => slat_guard::fetch_add(pointer, 0).map(drop),
@@ -161,16 +163,16 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
         }
     };
     touched.map_err(|_| match slat_guard::was_kicked() {
-        // The vCPU has to stop: its thread got a signal, or a flush took too long.
+        // The vCPU must stop: its thread got a signal, or a flush has waited too long for it.
         true => ResolveError::Interrupted,
         false => ResolveError::BadAddress,
     })
 }
 
 // SAFETY:
-// - frames and their metadata: see `frames`; a chunk lives as long as the platform;
-// - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it
-//   (the contract of `mappings`), and guest accesses are also guarded;
+// - frames and their metadata are valid (see `frames`), and chunks exist as long as the platform;
+// - `resolve` returns addresses of existing mappings with the rights that it found; a program that ends a mapping must
+//   announce this (see `mappings`), and guest accesses are also guarded;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     fn granule(&self) -> Granule {
@@ -220,7 +222,7 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
             };
             let found = found.ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
-                // The mapping may have changed without being reported.
+                // The remembered mapping may be out of date, because a change was not reported: ask the kernel.
                 Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
                 Ok(page) if has_userfault => return Ok(page.with_level(Level::PAGE)),
                 page => return page,
@@ -232,7 +234,8 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
             let Ok(Some(mappings::Found { mapping, .. })) = mappings::find(at) else {
-                // The range rarely extends beyond one mapping, and pages after a gap need not be found now.
+                // Stop at the end of the mapping: ranges rarely extend beyond it, and pages after it need not be
+                // reported.
                 return;
             };
             let stop = mapping.range.end.min(end);
@@ -267,7 +270,7 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     fn wait(&self, round: u32, what: WaitFor) {
         const SPINS: u32 = 128;
         const YIELDS: u32 = 1024;
-        /// The number of rounds of sleep between two kicks.
+        /// The number of rounds of waiting between two kicks.
         const PATIENCE: u32 = 20;
         if round < SPINS {
             std::hint::spin_loop();

@@ -1,28 +1,28 @@
-//! What the host maps at which addresses: rights, and the size of the page that KVM would find there.
+//! The host's mappings: for each, its addresses, its rights, and the size of the host page that KVM would find.
 //!
 //! The kernel is asked once per mapping (by PROCMAP_QUERY where it exists, otherwise by `/proc/self/smaps`), usually
 //! when the mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports the changes
 //! ([`changed`], [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself if it uses
-//! the crate. The caller reports *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change.
-//! So a fault that has used the old mapping is stale, and a later fault asks the kernel again. A change makes slat
-//! forget the mappings that it overlaps or touches, and no others. So mappings that a program makes and removes besides
-//! its guests' memory do not slow the guests down.
+//! the crate. The caller must report a change *during* the invalidation of the range ([`slat::Vm::invalidate`]), after
+//! the change was made. So a fault that has used the old mapping is stale, and a later fault asks the kernel again.
+//! When a change is reported, slat forgets the mappings that overlap the range or are adjacent to it, and no others. So
+//! mappings that are not guest memory do not slow guests down when a program makes and removes them.
 //!
-//! If a change is not reported (the C library's own `mmap`), an access fails later, and slat then forgets
-//! the mapping: `forget`.
+//! If a change is not reported (for example, of the C library's own `mmap`), a later access fails, and then slat
+//! forgets the mapping (`forget`).
 //!
-//! In a root without `/proc` the kernel tells nothing (`Untold`). Then each page is small, and has the rights that an
-//! access of the platform has just shown.
+//! In a root directory without `/proc`, the kernel does not tell mappings (`Untold`). Then slat treats each page as
+//! small, and finds out the rights to it by accessing it.
 //!
-//! While the process has no VM, changes need no report. Only the fact that the program gave advice is recorded
-//! ([`advice_passed_by`]); the first VM then reads all advice from the kernel ([`begin`]).
+//! While the process has no VM, changes need not be reported. Only the fact that the program has given advice is
+//! recorded ([`advice_passed_by`]). When a VM is created, all advice is read from the kernel ([`begin`]).
 //!
 //! # Concurrency
-//! A look-up on the fault path takes no lock: each thread remembers the mappings that it used last, which are valid as
-//! long as the global epoch does not change. Every mapping that a thread remembers is in the process's `Table`.
-//! Removing a mapping from the table raises the epoch, under the table's lock. The kernel's result enters the table
-//! only if no change that could make it wrong was reported since the query. Otherwise only the fault that asked uses
-//! the result, and that fault is then stale and is retried.
+//! A look-up in a fault usually takes no lock: each thread remembers the mappings that it used last, which are valid as
+//! long as the global epoch is unchanged. Every mapping that a thread remembers is also in the process's `Table`, and
+//! when a mapping is removed from the table, the epoch is raised, under the table's lock. A reply of the kernel is put
+//! in the table only if no change was reported since the query that could make it wrong. Otherwise only the fault that
+//! has asked uses the reply; this fault is stale and will be retried.
 
 use slat_process::once::Computed;
 use std::cell::RefCell;
@@ -41,8 +41,8 @@ use crate::procfs::{self, Untold};
 pub enum HugePages {
     /// The program has given the advice MADV_HUGEPAGE.
     Wanted,
-    /// The program has asked for no huge pages (MADV_NOHUGEPAGE), or userfaultfd is registered for the range, so that
-    /// pages arrive one by one.
+    /// The program has given the advice MADV_NOHUGEPAGE, or has registered the range with userfaultfd, so that pages
+    /// arrive one by one.
     Unwanted,
 }
 
@@ -52,31 +52,32 @@ pub(crate) struct Mapping {
     pub(crate) range: Range<usize>,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
-    /// The bytes of the largest naturally aligned host page that the mapping can have: hugetlb or transparent.
+    /// The size in bytes of the largest host page (hugetlb or transparent) that the mapping can contain.
     pub(crate) page_bytes: usize,
 }
 
-/// A counter that is raised whenever a known mapping is forgotten: so threads learn that the mappings which they
-/// remember may be wrong.
+/// A counter that is raised whenever a known mapping is forgotten. If it has changed, the mappings that a thread
+/// remembers may be wrong.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
-/// Whether the kernel may have advice that the table lacks, or the table may have advice that no longer holds. If so,
-/// the kernel has to be asked.
+/// Whether the advice in the table may differ from the kernel's. If so, all advice must be read from the kernel.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
-/// The program's advice by start address: the end of the range, and the advice. The ranges do not overlap.
+/// The program's advice for ranges, which do not overlap: by start address, the end of the range and the advice.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
 
-/// The number of changes whose ranges are remembered: as many as may be reported during one query.
+/// The number of last changes whose ranges are remembered. If more changes are reported during a query, its result is
+/// not put in the table.
 const CHANGES: usize = 16;
 
 /// The known mappings and advice of this process.
 #[derive(Debug, Default)]
 struct Table {
     advice: Advice,
-    /// The known mappings, sorted by address and not overlapping. Faults add mappings, so an allocation for this list
-    /// may fail.
+    /// The known mappings, sorted by address and not overlapping. Faults add mappings, so a failure to allocate memory
+    /// for this list must be tolerated.
     known: Vec<Mapping>,
-    /// The number of changes reported, and the ranges of the last ones: change number `n` is at index `n % CHANGES`.
+    /// The number of changes reported so far. `ranges` contains the ranges of the last ones: that of change number `n`
+    /// is at index `n % CHANGES`.
     changes: usize,
     last_changes: [Range<usize>; CHANGES],
 }
@@ -92,7 +93,7 @@ fn touches(one: &Range<usize>, other: &Range<usize>) -> bool {
 }
 
 impl Table {
-    /// Returns the known mapping around `address`.
+    /// Returns the known mapping that contains `address`.
     fn at(&self, address: usize) -> Option<&Mapping> {
         let at = (self.known).partition_point(|mapping| mapping.range.end <= address);
         let mapping = self.known.get(at)?;
@@ -111,8 +112,8 @@ impl Table {
         }
     }
 
-    /// Inserts the result of a query that began when `changes` changes had been reported. Returns `false` if the result
-    /// may be wrong by now, or there is no memory for it.
+    /// Inserts the mapping that a query has returned. `changes` is the number of changes that were reported before the
+    /// query began. Returns `false` if a later change may have made the result wrong, or there is no memory for it.
     fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
         let since = changes..self.changes;
         if since.len() > CHANGES
@@ -121,7 +122,7 @@ impl Table {
         {
             return false;
         }
-        // Parts of the mapping may already be known. The known parts are as right as the new ones.
+        // Parts of the mapping may already be known, and are also correct. Replace them.
         let (start, end) = (mapping.range.start, mapping.range.end);
         let first = (self.known).partition_point(|other| other.range.end <= start);
         let parts = self.known[first..].partition_point(|other| other.range.start < end);
@@ -130,24 +131,24 @@ impl Table {
         true
     }
 
-    /// Removes the advice for `range`, except for parts outside it.
+    /// Removes the advice for `range`. Advice for a larger range stays for the parts outside `range`.
     fn carve(&mut self, range: &Range<usize>) {
         carve(&mut self.advice, range);
     }
 }
 
-/// The number of mappings that a thread remembers. A VM's memory has few.
+/// The number of mappings that a thread remembers. A VM's memory usually has few mappings.
 const REMEMBERED: usize = 4;
 
 struct Recent {
     epoch: u64,
-    /// The index at which the next mapping is stored.
+    /// The index at which the next mapping will be stored.
     next: usize,
     mappings: [Option<Mapping>; REMEMBERED],
 }
 
 thread_local! {
-    // This variable has no destructor, because registering one allocates with the program's own malloc.
+    // This variable has no destructor, because to register a destructor, the program's own `malloc` would be called.
     static RECENT: RefCell<Recent> = const {
         RefCell::new(Recent {
             epoch: 0,
@@ -157,8 +158,8 @@ thread_local! {
     };
 }
 
-/// Call when the process creates a VM and has no other, before the VM has memory. Changes were not reported while there
-/// was no VM.
+/// Call when the process creates its only VM, before the VM has memory. Forgets what is known, because changes were not
+/// reported while there was no VM.
 pub fn begin() {
     let mut table = table();
     if !table.advice.is_empty() {
@@ -176,8 +177,8 @@ pub fn end() {
     procfs::close();
 }
 
-/// Call after the program has given advice about huge pages while the process had no VM. Only stores one value, because
-/// the caller may be in the program's `malloc`, or in a signal handler.
+/// Call after the program has given advice about huge pages while the process had no VM. This only stores one value,
+/// because the caller may be in the program's `malloc` or in a signal handler.
 pub fn advice_passed_by() {
     INCOMPLETE.store(true, Relaxed);
 }
@@ -189,7 +190,7 @@ pub fn changed(range: Range<usize>) {
     table.change(&range);
 }
 
-/// Call after changing rights in `range`. Advice does not change.
+/// Call after changing only the rights of mappings in `range`. The advice for the range stays.
 pub fn protected(range: Range<usize>) {
     table().change(&range);
 }
@@ -206,13 +207,14 @@ pub fn advised(range: Range<usize>, wish: HugePages) {
 pub(crate) fn forget(address: usize) {
     let mut table = table();
     table.change(&(address..address + 1));
-    // A thread may remember a mapping that a later query has replaced in the table.
+    // Raise the epoch in any case, because a thread may remember a mapping that a later query has replaced in the
+    // table.
     EPOCH.fetch_add(1, SeqCst);
 }
 
 /// Call when `range` begins to back a memslot: asks the kernel for its mappings now, so that a vCPU need not.
 pub fn learn(range: Range<usize>) {
-    /// The most mappings to learn: further mappings are looked up when they are needed.
+    /// The largest number of mappings to look up now. Further mappings are looked up when they are needed.
     const MOST: usize = 64;
     let mut at = range.start;
     for _ in 0..MOST {
@@ -228,7 +230,7 @@ pub fn learn(range: Range<usize>) {
     }
 }
 
-/// Removes the advice for `range` from the map. Entries that reach beyond `range` keep their parts outside `range`.
+/// Removes the advice for `range` from the map. Advice for a larger range stays for the parts outside `range`.
 fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)
@@ -250,14 +252,14 @@ fn carve(advice: &mut Advice, range: &Range<usize>) {
 /// The result of [`find`].
 pub(crate) struct Found {
     pub(crate) mapping: Mapping,
-    /// Whether the kernel was asked during this look-up.
+    /// Whether the mapping is from a query of the kernel during this look-up.
     pub(crate) fresh: bool,
 }
 
-/// Returns the mapping around `address`; `None` if there is none.
+/// Returns the mapping that contains `address`. `None`: nothing is mapped at `address`.
 ///
 /// # Errors
-/// `Untold`.
+/// [`Untold`]: the kernel does not tell mappings.
 pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
@@ -281,8 +283,8 @@ pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
                 None => return Ok(None),
             },
         };
-        // The mapping is stored with the epoch read before: if a mapping was forgotten meanwhile, the next
-        // look-up drops this one.
+        // Remember the mapping with the epoch that was read before the query: if a mapping was forgotten meanwhile, the
+        // next look-up of this thread drops this one, too.
         if stays {
             recent.mappings[recent.next] = Some(mapping.clone());
             recent.next = (recent.next + 1) % REMEMBERED;
@@ -291,10 +293,10 @@ pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
     })
 }
 
-/// Asks the kernel. Returns the mapping around `address`, and whether the table has the mapping now.
+/// Asks the kernel. Returns the mapping that contains `address`, and whether the mapping was put in the table.
 ///
 /// # Errors
-/// `Untold`.
+/// [`Untold`]: the kernel does not tell mappings.
 fn ask(address: usize) -> Result<Option<(Mapping, bool)>, Untold> {
     let changes = table().changes;
     let Some(raw) = procfs::mapping_at(address)? else {
@@ -314,10 +316,10 @@ fn ask(address: usize) -> Result<Option<(Mapping, bool)>, Untold> {
     Ok(Some((mapping, stays)))
 }
 
-/// Applies the system's mode for transparent huge pages, and the program's advice, to an anonymous mapping. Narrows the
-/// mapping to the part around `address` to which the same mode and advice apply.
+/// Sets the page size of an anonymous mapping by the system's mode for transparent huge pages and the program's advice.
+/// Narrows the mapping to the part that contains `address` and has the same advice.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
-    // Ask under the table's lock, so that other threads wait for the result.
+    // Read the advice under the table's lock, so that other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
         table.advice = all_advice();
     }
@@ -344,7 +346,7 @@ fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
     }
 }
 
-/// Returns the bytes of a transparent huge page: as many as a table of the kernel's pages maps.
+/// Returns the size of a transparent huge page in bytes: what one page table of the kernel maps.
 fn transparent_bytes() -> usize {
     page_size() * (page_size() / size_of::<u64>())
 }
@@ -352,16 +354,16 @@ fn transparent_bytes() -> usize {
 /// The system's mode for transparent huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thp {
-    /// The kernel uses huge pages, except where the program has advised against them.
+    /// The kernel uses huge pages, except where the program has given the advice MADV_NOHUGEPAGE.
     Always,
-    /// The kernel uses huge pages only where the program has asked for them.
+    /// The kernel uses huge pages only where the program has given the advice MADV_HUGEPAGE.
     Madvise,
     /// The kernel uses no huge pages.
     Never,
 }
 
-/// Returns the mode from `/sys/kernel/mm/transparent_hugepage/enabled`, which is read once;
-/// [`Thp::Never`] without that file.
+/// Returns the mode from `/sys/kernel/mm/transparent_hugepage/enabled`, which is read once; If there is no such file,
+/// returns [`Thp::Never`].
 pub fn thp_mode() -> Thp {
     static MODE: Computed<Thp> = Computed::new();
     *MODE.get_or_init(|| {
@@ -374,7 +376,7 @@ pub fn thp_mode() -> Thp {
     })
 }
 
-/// Returns the advice that the kernel keeps: the flags `hg`, `nh` and those of userfaultfd in `/proc/self/smaps`.
+/// Returns all advice that the kernel knows, from the flags `hg`, `nh` and those of userfaultfd in `/proc/self/smaps`.
 fn all_advice() -> Advice {
     let mut advice = Advice::new();
     procfs::each_mapping(&mut |raw, flags| {
@@ -393,8 +395,8 @@ fn all_advice() -> Advice {
 mod tests {
     use super::*;
 
-    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. Returns `None` and prints a message if the
-    /// kernel has no huge pages, or is an emulator that accepts any advice and ignores it.
+    /// Maps `len` bytes, with the advice MADV_HUGEPAGE for `part`. Returns the address. If the kernel has no huge
+    /// pages, or is an emulator that accepts and ignores all advice, prints a message and returns `None`.
     fn advised(len: usize, part: Range<usize>) -> Option<usize> {
         // SAFETY: the calls make a new mapping, and give advice for a part of it.
         unsafe {

@@ -1,9 +1,9 @@
-//! The kernel's view of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
-//! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
+//! Asks the kernel for this process's mappings: by PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
+//! `include/uapi/linux/fs.h`), or from the text of `/proc/self/smaps`.
 //!
-//! The files stay open while there are VMs: on a real KVM, `KVM_RUN` needs no free descriptor, so slat's `KVM_RUN` must
-//! not need one either. Their numbers are high, above the program's own. If a program closes all its descriptors, these
-//! are closed, too ([`closed`]); slat opens the files again when it needs them.
+//! The files stay open while there are VMs: a real `KVM_RUN` needs no free file descriptor, so slat's must not need
+//! one, either. The descriptors have high numbers, above those of the program's own files. If a program closes all
+//! descriptors, it also closes these ([`closed`]), and slat opens the files again when it needs them.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -24,15 +24,16 @@ pub(crate) struct Raw {
     pub(crate) readable: bool,
     pub(crate) writable: bool,
     pub(crate) anonymous: bool,
-    /// Bytes of each page that backs the mapping. More than [`page_size`] only for hugetlb.
+    /// The size in bytes of the pages that back the mapping: more than [`page_size`] only for hugetlb.
     pub(crate) page_size: u64,
 }
 
-/// The kernel tells nothing about this process's mappings: the files cannot be read, because the root has no `/proc`.
+/// Error: the kernel does not tell this process's mappings, because the files cannot be read (the root directory has no
+/// `/proc`).
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Untold;
 
-/// Returns the mapping around `address`; `None` if nothing is mapped there.
+/// Returns the mapping that contains `address`. `None`: nothing is mapped at `address`.
 pub(crate) fn mapping_at(address: usize) -> Result<Option<Raw>, Untold> {
     match query(address) {
         Ok(found) => Ok(found),
@@ -40,24 +41,24 @@ pub(crate) fn mapping_at(address: usize) -> Result<Option<Raw>, Untold> {
     }
 }
 
-/// Closes a descriptor that slat has opened. (If the program has closed it, slat does not know it any more.)
+/// Closes a descriptor that slat has opened, and that the program has not closed.
 fn close_own(fd: i32) {
     // SAFETY: the call takes no pointer, and slat has opened the descriptor.
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
 }
 
-/// A descriptor of `/proc`, for a process whose root may have no `/proc`. If it is -1, there is no such descriptor, and
-/// the path `/proc` is used.
+/// A descriptor of the directory `/proc`, for a process whose root directory may have no `/proc`. -1: there is no such
+/// descriptor, and the path `/proc` is used.
 static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
 
 thread_local! {
-    // The variable has neither an initialiser nor a destructor, because handlers read it. It has the descriptor that a
-    // `vfork` child of this thread has opened, and the child's id. The child shares this memory, but its parent does
-    // not have the descriptor.
+    // The descriptor of `/proc` that a `vfork` child of this thread has opened, and the child's process id. (The child
+    // shares this memory with its parent, but the parent does not have the descriptor.) The variable has neither an
+    // initialiser nor a destructor that runs, because handlers read it.
     static CHILDS: Cell<(i32, i32)> = const { Cell::new((-1, 0)) };
 }
 
-/// Sets the descriptor for this process only.
+/// Sets the descriptor of `/proc` for this process only: for a `vfork` child, in `CHILDS`.
 fn set_here(fd: i32) {
     let me = slat_process::myself().0;
     match me == process::owner() {
@@ -66,7 +67,8 @@ fn set_here(fd: i32) {
     }
 }
 
-/// Opens `/proc`, for this process and the programs that it executes. Call before the root changes. Async-signal-safe.
+/// Opens the directory `/proc`, for this process and the programs that it executes. Call before the process changes its
+/// root directory. Async-signal-safe.
 pub fn keep_directory() {
     if directory().is_some() {
         return;
@@ -81,7 +83,7 @@ pub fn keep_directory() {
     }
 }
 
-/// Stores the descriptor of `/proc` that was passed to this program.
+/// Stores the descriptor of `/proc` that this program has inherited from the program that executed it.
 pub fn set_directory(fd: i32) {
     DIRECTORY.store(fd, Relaxed);
 }
@@ -93,15 +95,16 @@ pub fn directory() -> Option<i32> {
         if slat_process::myself().0 == child {
             return Some(fd);
         }
-        // This thread runs again, so its `vfork` child has ended, or has executed a program.
+        // The id is not this process's, so this is the parent again: its `vfork` child has ended or has executed a
+        // program.
         CHILDS.set((-1, 0));
     }
     let fd = DIRECTORY.load(Relaxed);
     (fd != -1).then_some(fd)
 }
 
-/// Call before the program gives the number `fd` to another file. If `fd` is the descriptor of `/proc`, moves that to
-/// another number. Async-signal-safe.
+/// Call before the program gives the number `fd` to another file. If `fd` is the descriptor of `/proc`, moves the
+/// descriptor to another number. Async-signal-safe.
 pub fn replaced(fd: i32) {
     if directory() == Some(fd) {
         let arguments = [
@@ -118,7 +121,8 @@ pub fn replaced(fd: i32) {
     }
 }
 
-/// Moves a descriptor above those of the program, as far as the process's limit allows. Returns its number.
+/// Moves the descriptor `fd` to a number above those that programs usually use, if the process's limit allows it.
+/// Returns its number.
 fn moved_up(fd: i32) -> i32 {
     let mut lowest = ProcFile::LOWEST;
     while lowest > fd {
@@ -130,7 +134,7 @@ fn moved_up(fd: i32) -> i32 {
             0,
             0,
         ];
-        // SAFETY: the calls only concern a descriptor of our own.
+        // SAFETY: the calls only concern a descriptor that slat has opened.
         unsafe {
             let high = calls::raw(libc::SYS_fcntl, arguments);
             if high >= 0 {
@@ -143,8 +147,8 @@ fn moved_up(fd: i32) -> i32 {
     fd
 }
 
-/// Returns the directory's descriptor and the path relative to it by which to open a file below `/proc`. They are
-/// `AT_FDCWD` and `path` itself if no other descriptor is needed.
+/// Returns a directory's descriptor and a path relative to it, to open the file `path` below `/proc`. Without a
+/// descriptor of `/proc`, these are `AT_FDCWD` and `path` itself.
 pub fn reached_by(path: &CStr) -> (i32, &CStr) {
     let rest = path.to_bytes_with_nul().strip_prefix(b"/proc/");
     let rest = rest.and_then(|rest| CStr::from_bytes_with_nul(rest).ok());
@@ -163,7 +167,7 @@ fn open_file(path: &CStr) -> Result<i32, i32> {
     unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
 }
 
-/// Reads at `offset`. Returns the number of bytes read.
+/// Reads from the file at `offset`. Returns the number of bytes read.
 fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
     let arguments = [fd as usize, start, len, offset as usize, 0, 0];
@@ -171,7 +175,8 @@ fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     unsafe { calls::make(Call::Read, arguments) }.map(|read| read as usize)
 }
 
-/// Returns the beginning of a small file, as much as fits into `text`; nothing if it cannot be read.
+/// Reads the begin of a small file into `text`, as much as fits, and returns it. Returns an empty text if the file
+/// cannot be read.
 pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     let mut len = 0;
     if let Ok(fd) = open_file(path) {
@@ -200,7 +205,7 @@ pub(crate) fn close() {
     }
 }
 
-/// Whether `fd` is one of the files that `open` has opened. Async-signal-safe.
+/// Whether `fd` is the descriptor of a file that slat has opened for this purpose. Async-signal-safe.
 pub fn holds(fd: i32) -> bool {
     FILES.peek().is_some_and(|files| {
         [&files.maps, &files.smaps]
@@ -229,17 +234,17 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// The files of `/proc` that this process has opened to look up its mappings. A file of `/proc/self` shows the process
-/// that opened it, so a forked child opens its own.
+/// The files of `/proc` that this process has opened to look up its mappings. A file of `/proc/self` describes the
+/// process that has opened it, so a forked child opens the files again.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]
 struct Files {
     maps: ProcFile,
     smaps: ProcFile,
-    /// The lock of the one thread that reads `smaps`. Between two reads at successive offsets, the kernel remembers the
-    /// address that it has reached. A read at any other offset makes the kernel count bytes from the beginning of the
-    /// text, which may have changed meanwhile.
+    /// Held while a thread reads `smaps`, so that only one thread does. The kernel remembers the address that it has
+    /// reached only for a read at the offset where the last read ended. For a read at any other offset it counts bytes
+    /// from the begin of the text, which may have changed meanwhile.
     reads_smaps: Mutex<()>,
 }
 
@@ -253,7 +258,7 @@ impl Default for Files {
     }
 }
 
-/// A file that is opened at its first use.
+/// A file of `/proc` that is opened when it is first used.
 #[derive(Debug)]
 struct ProcFile {
     path: &'static CStr,
@@ -261,9 +266,9 @@ struct ProcFile {
 }
 
 impl ProcFile {
-    /// The value of a variable that holds no descriptor.
+    /// The value of a descriptor variable if there is no descriptor.
     const NONE: i32 = -1;
-    /// The lowest number that the descriptor gets, if the process's limit allows it.
+    /// The lowest number for the descriptor, if the process's limit allows it.
     const LOWEST: i32 = 512;
 
     const fn new(path: &'static CStr) -> Self {
@@ -273,10 +278,10 @@ impl ProcFile {
         }
     }
 
-    /// Returns the file's descriptor, and opens the file if necessary. The descriptor is slat's as long as the program
-    /// does not close descriptors that it did not open. If the program closes it, at any time, a call on this
-    /// descriptor fails or reads another file. That does no harm: slat's calls on it (a query that no other file knows,
-    /// and reading at an offset) change nothing.
+    /// Returns the file's descriptor, and opens the file if necessary. A program may close descriptors that it has not
+    /// opened, at any time. Then slat's next call on this descriptor fails, or reads another file that has got the
+    /// number. This is harmless, because slat's calls (a request that no other file knows, and reads at an offset) do
+    /// not change a file.
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -301,12 +306,13 @@ impl ProcFile {
         ))
     }
 
-    /// Forgets the descriptor if it is `fd`.
+    /// Forgets the file's descriptor if it is `fd`.
     fn forget(&self, fd: i32) {
         let _ = (self.fd).compare_exchange(fd, Self::NONE, AcqRel, Relaxed);
     }
 
-    /// Calls `use_it` with the descriptor. If the descriptor was closed, calls `use_it` again with a new one.
+    /// Calls `use_it` with the file's descriptor. If the descriptor turns out to be closed, opens the file again and
+    /// calls `use_it` again.
     fn with<T>(&self, mut use_it: impl FnMut(i32) -> Result<T, i32>) -> Result<T, i32> {
         let fd = self.descriptor()?;
         match use_it(fd) {
@@ -337,10 +343,11 @@ struct Query {
     build_id_addr: u64,
 }
 
-// The request's number holds the size.
+// The number of the request contains the size of its struct.
 const _: () = assert!(PROCMAP_QUERY >> 16 & 0x3fff == size_of::<Query>());
 
-/// Asks the kernel by PROCMAP_QUERY. `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
+/// Asks the kernel by PROCMAP_QUERY. `Ok(None)`: nothing is mapped at `address`. `Err`: an errno; the kernel does not
+/// know the request, or the file cannot be opened.
 fn query(address: usize) -> Result<Option<Raw>, i32> {
     const READABLE: u64 = 1;
     const WRITABLE: u64 = 2;
@@ -368,7 +375,7 @@ fn query(address: usize) -> Result<Option<Raw>, i32> {
     }))
 }
 
-/// Like [`query`], but from `/proc/self/smaps`.
+/// Like [`query`], but reads `/proc/self/smaps`.
 fn from_smaps(address: usize) -> Result<Option<Raw>, Untold> {
     let mut found = Err(Untold);
     each_mapping(&mut |raw, _| {
@@ -382,8 +389,9 @@ fn from_smaps(address: usize) -> Result<Option<Raw>, Untold> {
     found
 }
 
-/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated
-/// by spaces: `Documentation/filesystems/proc.rst`). Mappings that are made or removed meanwhile hide no other mapping.
+/// Calls `visit` for each mapping of this process, in ascending order. Passes the mapping and its `VmFlags` (flags of
+/// two letters, separated by spaces: `Documentation/filesystems/proc.rst`). Even if mappings are made or removed
+/// meanwhile, no other mapping is left out.
 pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
     let mut mapping = None;
     let files = FILES.get();
@@ -404,8 +412,8 @@ pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) 
     });
 }
 
-/// Calls `visit` for each mapping of a file in this process in ascending order, with the file's device
-/// (major, minor) and inode.
+/// Calls `visit` for each mapping of a file in this process, in ascending order. Passes its addresses, and the file's
+/// device (major, minor) and inode.
 pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     each_line(&FILES.get().maps, None, &mut |line| {
         if let Some(header) = header(line)
@@ -417,14 +425,14 @@ pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     });
 }
 
-/// Calls `visit` for each line of a file, up to the first that cannot be read. Meanwhile holds the lock `reader`, if
-/// there is one, but not while it allocates: the program's allocator may map memory.
+/// Calls `visit` for each line of a file, until a read fails. Holds the lock `reader`, if given, except while it
+/// allocates: the program's allocator may map memory, and so call slat again.
 fn each_line(
     file: &ProcFile,
     reader: Option<&Mutex<()>>,
     visit: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) {
-    /// The size of the buffer: longer than a line with a path of PATH_MAX bytes.
+    /// The size of the buffer, which is longer than any line: a path has at most 4096 bytes (PATH_MAX).
     const LINE: usize = 4096 + 256;
     let mut line = String::with_capacity(LINE);
     let mut text = BufReader::new(Text { file, offset: 0 });
@@ -436,7 +444,7 @@ fn each_line(
     }
 }
 
-/// Reads a file from an offset on.
+/// A file that is read from an offset on.
 struct Text<'a> {
     file: &'a ProcFile,
     offset: u64,
@@ -463,8 +471,8 @@ struct Header {
 }
 
 impl Header {
-    /// Whether the mapping is of a file. A mapping of a file may have the inode 0: a System V segment has its id as its
-    /// inode, and the first id is 0. But only anonymous memory has neither an inode nor a device.
+    /// Whether this is a mapping of a file. The inode alone does not tell: a System V segment has its id as inode, and
+    /// the first id is 0. But only for anonymous memory both the inode and the device are 0.
     fn is_file(&self) -> bool {
         self.inode != 0 || self.device != (0, 0)
     }
@@ -517,7 +525,7 @@ mod tests {
     #[test]
     fn a_mapping_is_found_while_others_come_and_go_and_are_asked_for() {
         const ROUNDS: usize = 300;
-        /// The number of other mappings: more than the kernel describes at once.
+        /// The number of other mappings, so large that the kernel cannot describe all in one read.
         const OTHERS: usize = 40;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let map = |bytes, rights| {
@@ -527,7 +535,7 @@ mod tests {
             assert_ne!(start, libc::MAP_FAILED);
             start as usize
         };
-        // The kernel places later mappings below earlier ones, with a gap that stays.
+        // Leave a gap between the mappings, because the kernel places later mappings directly below earlier ones.
         let page = page_size();
         let asked = map(3 * page, libc::PROT_NONE) + page;
         // SAFETY: the page is a part of the mapping made above.
@@ -536,7 +544,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_done.load(Relaxed) {
-                    // Rights differ, so that the kernel joins no neighbours.
+                    // Give neighbouring mappings different rights, so that the kernel does not merge them.
                     let others = std::array::from_fn::<_, OTHERS, _>(|n| {
                         map(page, [libc::PROT_READ, rights][n % 2])
                     });

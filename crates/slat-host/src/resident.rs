@@ -1,5 +1,6 @@
-//! Finds the pages that are in memory now, by mincore(2). If a seccomp filter forbids mincore, slat treats no page as
-//! known to be in memory: faults ask so often that the helper thread could not make all these calls.
+//! Finds the pages that are in memory now, by mincore(2). If a seccomp filter forbids mincore, slat treats all pages as
+//! not known to be in memory. (Other forbidden calls are made by the helper thread, but faults call mincore too often
+//! for that.)
 
 use slat_process::calls::{self, Call};
 use slat_process::page_size;
@@ -8,7 +9,7 @@ use std::ops::Range;
 /// The number of pages for each call of mincore.
 const CHUNK: usize = 512;
 
-/// Whether the page of `address` is known to be in memory.
+/// Whether the page that contains `address` is known to be in memory.
 pub fn is_resident(address: usize) -> bool {
     let page = address & !(page_size() - 1);
     let mut is_resident = false;
@@ -16,8 +17,8 @@ pub fn is_resident(address: usize) -> bool {
     is_resident
 }
 
-/// Calls `found` for every resident stretch of `range`, in ascending order. The range consists of whole pages of a
-/// guest, which may be parts of a page of this process.
+/// Calls `found` for every resident part of `range`, in ascending order. The range consists of whole pages of the
+/// guest, which may be smaller than the pages of this process.
 pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
     if !calls::is_allowed(Call::Resident) {
         return;
@@ -43,7 +44,7 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
                 let (start, end) = (at + page * size, at + (page + run) * size);
                 found(start.max(range.start)..end.min(range.end));
             }
-            // Also skips the page that ended the run, because it is not resident.
+            // Also skip the page that has ended the run, because it is not resident.
             page += run + 1;
         }
         at += pages * size;

@@ -3,7 +3,7 @@
 use slat::{Access, Event};
 use slat_trace::*;
 
-/// Bits of an x86 page fault's error code (PFERR_* of Linux).
+/// Bits of the error code of an x86 page fault (Linux: PFERR_*).
 const WRITE: u32 = 1 << 1;
 const FETCH: u32 = 1 << 4;
 
@@ -18,8 +18,8 @@ fn error_code(access: Access) -> u32 {
     }
 }
 
-/// Records an event, if its tracepoint is selected. Inlined, so that the code that makes the event
-/// contains only one load.
+/// Records an event, if its tracepoint is selected. Inlined, so that if the tracepoint is not selected, the code that
+/// makes the event costs only one load.
 #[inline(always)]
 pub(crate) fn record(event: Event) {
     match event {

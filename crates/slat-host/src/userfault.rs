@@ -1,16 +1,17 @@
-//! Pages of memslots that are not present yet, as a bitmap of the client tells. The interface is that of the posted
-//! series "KVM Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). It serves post-copy migration and lazy restore
-//! where userfaultfd is forbidden.
+//! Pages of memslots that are not present yet. A bitmap that the client provides tells which pages these are. The
+//! interface is that of a proposed series of patches for KVM, "KVM Userfault" (version 3, June 2025:
+//! `KVM_MEM_USERFAULT`). It is for post-copy migration and lazy restore where userfaultfd is forbidden.
 //!
-//! A set bit means that the page is not present yet: an access ends with [`ResolveError::Absent`]. The client stores
-//! the page, then clears the bit.
+//! A set bit means that the page is not present yet: an access ends with [`ResolveError::Absent`]. The client then
+//! stores the page's contents, and clears the bit.
 //!
 //! # Concurrency
-//! The bitmap is memory of the client, which may do anything with it. So its bits are read by guarded loads. These are
-//! acquire operations on every architecture: accesses that follow a load that sees the cleared bit see the page, if the
-//! client has cleared the bit by a release operation. A bit matters when a page is resolved: setting a
-//! bit later has no effect on a page that is mapped (as in the series). So the table of bitmaps is changed inside an
-//! invalidation of the slot's memory: then every leaf was resolved with the slot's current bitmap.
+//! The bitmap is in the client's memory, which the client may change or unmap at any time. So its bits are read by
+//! guarded loads. These are acquire operations on every architecture: if the client has cleared the bit by a release
+//! operation, accesses after a load that sees the cleared bit see the page's contents. A bit is read only when a page
+//! is resolved: if it is set later, a page that is already mapped stays mapped, as in the proposed series. The table of
+//! bitmaps is changed only during an invalidation of the slot's memory, so that every leaf was resolved with the slot's
+//! current bitmap.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
@@ -21,16 +22,16 @@ use slat::{Granule, Hva, OutOfMemory, Request, ResolveError};
 /// A memslot's bitmap (`KVM_MEM_USERFAULT`): a set bit is a page that is not present yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Userfault {
-    /// The memory that backs the slot's first page, and its first private page: the pages of bit 0.
+    /// The backing address, and the private backing address, of the slot's first page, to which bit 0 belongs.
     pub backing: (Hva, Option<Hva>),
     /// The number of pages.
     pub pages: u64,
-    /// Address of the bitmap in this process.
+    /// The address of the bitmap in this process.
     pub bitmap: u64,
 }
 
 impl Userfault {
-    /// Returns the ranges of bits in the bitmap for the pages that `range` backs. The pages have the size of `granule`.
+    /// Returns the ranges of bits that belong to the pages that `range` backs. Pages have the size of `granule`.
     fn bits(&self, range: &Range<Hva>, granule: Granule) -> impl Iterator<Item = Range<u64>> {
         let (shared, private) = self.backing;
         let page = move |base: Hva, at: Hva| {
@@ -58,12 +59,12 @@ impl Userfault {
     }
 }
 
-/// The bitmaps of a VM's slots.
+/// The userfault bitmaps of a VM's memslots.
 #[derive(Debug, Default)]
 pub struct Userfaults {
-    /// Whether any memslot has a userfault bitmap. Most VMs have none, and their faults check nothing else.
+    /// Whether any memslot has a userfault bitmap. If not, as in most VMs, faults need not check anything else.
     any: AtomicBool,
-    /// The bitmaps, by address space and slot.
+    /// The bitmaps, each with the number of its address space and of its slot.
     slots: RwLock<Vec<((usize, u32), Userfault)>>,
 }
 
@@ -78,12 +79,12 @@ impl Userfaults {
         found.map(|(_, userfault)| userfault.clone())
     }
 
-    /// Sets or removes the userfault bitmap of a slot. Call inside an invalidation of the slot's memory
+    /// Sets or removes the userfault bitmap of a slot. Call during an invalidation of the slot's memory
     /// ([`slat::Vm::invalidate`]), or while there is no such slot.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; nothing was changed. This error cannot occur if the slot already has a bitmap, or if the bitmap
-    /// is removed.
+    /// [`OutOfMemory`]; nothing was changed. There is no error if the slot already has a bitmap, or if the bitmap is
+    /// removed.
     pub fn set(
         &self,
         space: usize,
@@ -100,8 +101,8 @@ impl Userfaults {
         Ok(())
     }
 
-    /// Checks whether the page of `request`, of a VM with this granule, may be resolved. Returns whether its slot has
-    /// a bitmap. If it has, leaves must be small, because neighbouring pages may be absent.
+    /// Checks that the page of `request` is present. `granule` is that of the VM. Returns whether the page's slot has a
+    /// bitmap: then leaves must be small, because neighbouring pages may be absent.
     ///
     /// # Errors
     /// [`ResolveError::Absent`]; other errors if the bitmap cannot be read.
@@ -118,9 +119,9 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages of `granule`) that are not absent, in ascending order.
-    /// The flag that `found` gets says whether a bitmap has bits for `stretch`. If several memslots use a page, it is
-    /// absent if one of them waits for it.
+    /// Calls `found` for the parts of `stretch` (whole pages of `granule`) that are not absent, in ascending order. The
+    /// flag that `found` gets tells whether a bitmap has bits for `stretch`. If several memslots use a page, the page
+    /// counts as absent if it is absent by the bitmap of one of them.
     pub(crate) fn present(
         &self,
         stretch: Range<usize>,
@@ -131,7 +132,8 @@ impl Userfaults {
             return found(stretch, false);
         }
         let range = Hva(stretch.start as u64)..Hva(stretch.end as u64);
-        // Copy the slots, so that no lock is held while a bitmap is read: the client may make that read wait.
+        // Copy the bitmaps' descriptions, so that no lock is held while a bitmap is read: such a read may block,
+        // because the bitmap is in the client's memory.
         let mut slots = Vec::new();
         {
             let all = self.slots.read().unwrap_or_else(PoisonError::into_inner);

@@ -1,9 +1,9 @@
-//! Errors of the creation of guest memory.
+//! The error that creating guest memory may return.
 
 use std::fmt;
 use vm_memory::mmap::FromRangesError;
 
-/// The reason why a region or its log was not created.
+/// The reason why a region was not created, or its dirty logging not changed.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +18,8 @@ pub enum Error {
         /// KVM's error.
         error: slat_kvm::Error,
     },
-    /// The memslot with this number would be logged, but the VM logs to dirty rings, where only vCPUs can note a write.
+    /// The memslot with this number is to log dirty pages, but the VM logs to dirty rings, in which only writes of
+    /// vCPUs can be recorded.
     Rings(u32),
     /// vm-memory refuses the region, or the host has no memory for it.
     Memory(FromRangesError),

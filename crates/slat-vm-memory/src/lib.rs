@@ -1,18 +1,18 @@
 //! rust-vmm's guest memory over slat's memslots, so that a VM has one dirty log.
 //!
-//! On KVM, a VMM that migrates its guest has two logs. KVM's log has the pages that vCPUs write. The VMM's own bitmap
-//! has the pages that devices write. The VMM has to harvest and join both logs. Here a write through
-//! [`vm-memory`](vm_memory) marks its pages in the log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and
+//! With KVM, a VMM that migrates its guest has two logs: KVM's log of the pages that vCPUs write, and the VMM's own
+//! bitmap of the pages that its devices write. The VMM must harvest and join both. With this crate, a write through
+//! [`vm-memory`](vm_memory) marks its pages in the log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), so
 //! `KVM_GET_DIRTY_LOG` returns both kinds of pages.
 //!
-//! | item | idea |
+//! | item | contents |
 //! |---|---|
-//! | [`memory`], [`region`] | make vm-memory's own collection and regions, and the memslots with them |
+//! | [`memory`], [`region`] | make vm-memory's collection of regions, or one region, and the memslots for these regions |
 //! | [`Memslot`] | a memslot and the host memory that backs it; the [`Bitmap`](vm_memory::bitmap::Bitmap) of its region |
 //!
-//! A region's memslot exists as long as the region's mapping. When the last user of the region drops the region, the
-//! memslot is deleted first, and then the mapping is removed. So [`region`] and `insert_region` plug guest memory, and
-//! `remove_region` unplugs it.
+//! A region's memslot exists as long as the region's mapping. When the last owner drops the region, the memslot is
+//! deleted first, and then the mapping is removed. So to plug guest memory, use [`region`] and vm-memory's
+//! `insert_region`; to unplug it, `remove_region`.
 //!
 //! ```
 //! use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
@@ -30,10 +30,10 @@
 //! ```
 //!
 //! # Writes that are not logged
-//! As with any bitmap of vm-memory, two kinds of writes are not logged: writes through raw pointers
-//! (`get_host_address`, `ptr_guard_mut`), and writes by other processes that map the memory. Call
-//! [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after such writes. A VM with dirty rings has no log for a write that no
-//! vCPU makes, so its memslots cannot be logged here ([`Error::Rings`]).
+//! As with every bitmap of vm-memory, two kinds of writes are not logged: writes through raw pointers
+//! (`get_host_address`, `ptr_guard_mut`), and writes of other processes that map the memory. Call
+//! [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after such writes. Dirty rings cannot record a write that no vCPU makes,
+//! so in a VM with dirty rings, memslots of this crate cannot log ([`Error::Rings`]).
 
 mod error;
 mod memslot;
@@ -46,12 +46,12 @@ use std::sync::Arc;
 use vm_memory::mmap::{FromRangesError, MmapRegionBuilder};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
-/// Makes guest memory of anonymous host memory, a region and a memslot for each of `ranges`, which are in ascending
-/// order. The memslots are those from number 0 on, with `flags`: `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
+/// Makes guest memory of anonymous host memory: a region and a memslot for each of `ranges`, which are in ascending
+/// order. The memslots are numbered from 0, and have `flags` (`KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`).
 ///
 /// # Errors
-/// The errors of [`region`]. It is also an error if ranges overlap or are not sorted. After an error, the VM has none
-/// of the memslots.
+/// The errors of [`region`], and an error if ranges overlap or are not sorted. After an error, the VM has none of the
+/// memslots.
 pub fn memory(
     vm: &Arc<VmFd>,
     flags: u32,
@@ -65,12 +65,12 @@ pub fn memory(
     Ok(GuestMemoryMmap::from_regions(regions).map_err(FromRangesError::from)?)
 }
 
-/// Makes a region at guest-physical address `start` of the host memory `backing`, and memslot number `slot` for it,
-/// with KVM's `flags`. As in KVM, the upper half of `slot` is the address space.
+/// Makes a region of the host memory `backing` at guest-physical address `start`, and for it the memslot with the
+/// number `slot` and KVM's `flags`. As in KVM, the upper 16 bits of `slot` are the address space.
 ///
 /// # Errors
-/// [`Error::Memslot`] if KVM_SET_USER_MEMORY_REGION refuses the memslot; [`Error::Rings`] if the memslot would be
-/// logged. Then the VM is unchanged.
+/// [`Error::Memslot`] if KVM_SET_USER_MEMORY_REGION refuses the memslot; [`Error::Rings`] if the memslot is to log and
+/// the VM has dirty rings. The VM is unchanged then.
 pub fn region(
     vm: &Arc<VmFd>,
     slot: u32,
@@ -92,7 +92,7 @@ pub fn region(
     if let Some(hugetlbfs) = hugetlbfs {
         view = view.with_hugetlbfs(hugetlbfs);
     }
-    // SAFETY: the memslot owns `backing`, which is mapped at `memory`. The region owns the memslot.
+    // SAFETY: the region owns the memslot, and the memslot owns `backing`, which is mapped at `memory`.
     let view = unsafe { view.with_raw_mmap_pointer(memory) };
     let view = view.build().map_err(FromRangesError::from)?;
     let region = GuestRegionMmap::new(view, start);

@@ -1,4 +1,4 @@
-//! [`Memslot`]: a memslot with its memory and its log.
+//! [`Memslot`]: a memslot with the host memory that backs it.
 
 use crate::Error;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
@@ -14,11 +14,11 @@ const ENXIO: i32 = 6;
 /// `EINVAL`: a bad argument.
 const EINVAL: i32 = 22;
 
-/// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region for which the memslot is
-/// made. Dropping this value deletes the memslot, and then unmaps the memory. This value keeps the VM alive.
+/// A memslot of a VM, with the host memory that backs it. It is also the [`Bitmap`] of its vm-memory region. Dropping
+/// it deletes the memslot, and then unmaps the memory. It keeps the VM alive.
 pub struct Memslot {
     vm: Arc<VmFd>,
-    /// The region with which the memslot was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
+    /// The arguments with which the memslot was created. Since then, the flag KVM_MEM_LOG_DIRTY_PAGES may have changed.
     region: kvm_userspace_memory_region,
     /// The memory. `drop` unmaps it.
     backing: ManuallyDrop<MmapRegion>,
@@ -49,7 +49,7 @@ impl Memslot {
             userspace_addr: backing.as_ptr() as u64,
         };
         if backing.size() == 0 {
-            // For KVM, a region of size 0 would delete a memslot.
+            // Refuse size 0: for KVM, it would delete the memslot.
             return Err(refused(region, slat_kvm::Error::new(EINVAL)));
         }
         // SAFETY: `drop` unmaps the memory after it has deleted the memslot.
@@ -61,12 +61,13 @@ impl Memslot {
         })
     }
 
-    /// Returns the memslot's number: the upper half is the address space.
+    /// Returns the memslot's number: the upper 16 bits are the address space.
     pub fn number(&self) -> u32 {
         self.region.slot
     }
 
-    /// Starts or stops dirty logging. A new log is empty, or full if the VM has KVM_DIRTY_LOG_INITIALLY_SET.
+    /// Starts or stops dirty logging. In a new log no page is marked, or, if the VM has KVM_DIRTY_LOG_INITIALLY_SET,
+    /// every page.
     ///
     /// # Errors
     /// [`Error::Memslot`], [`Error::Rings`].
@@ -97,7 +98,7 @@ impl Memslot {
         (self.region.slot >> 16) as usize
     }
 
-    /// Returns the guest-physical address of byte `offset`.
+    /// Returns the guest-physical address of the byte at `offset` in the memslot.
     fn address(&self, offset: usize) -> u64 {
         self.region.guest_phys_addr.wrapping_add(offset as u64)
     }
@@ -109,11 +110,11 @@ impl Memslot {
 /// [`Error::Memslot`], [`Error::Rings`].
 ///
 /// # Safety
-/// The backing stays mapped until the memslot is deleted, and vm-memory alone accesses it.
+/// The backing stays mapped until the memslot is deleted, and only vm-memory accesses it.
 unsafe fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
     let slot = region.slot;
     if region.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 {
-        // A request to clear no page changes nothing, and its result tells whether the VM has rings.
+        // To find out whether the VM has dirty rings, ask it to clear no page of a log, which changes nothing.
         match vm.clear_dirty_log(slot, 0, 0, &[]) {
             Err(error) if error.errno() == ENXIO => return Err(Error::Rings(slot)),
             _ => {}
@@ -143,7 +144,7 @@ impl Drop for Memslot {
         };
         // SAFETY: the call deletes the memslot.
         let deleted = unsafe { set(&self.vm, nothing) };
-        // If the VM refuses, it is dead, and a vCPU may still be in the guest: keep the memory mapped for that vCPU.
+        // If deleting fails, the VM is broken, and a vCPU may still use the memory: then do not unmap it.
         if deleted.is_ok() {
             // SAFETY: only this code drops the memory, which is not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.backing) };
@@ -165,13 +166,14 @@ impl<'a> WithBitmapSlice<'a> for Memslot {
 impl Bitmap for Memslot {
     /// Marks the pages in the VM's log. vm-memory calls this after the write.
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // Ignore an error: the log of such a VM cannot be harvested either, and the harvest returns the error.
+        // Ignore an error: the harvest of the log would return the same error.
         let _ = self
             .vm
             .mark_dirty(self.space(), self.address(offset), len as u64);
     }
 
-    /// Whether the page is marked in the VM's log now. A harvest clears the mark. Always `false` without a log.
+    /// Whether the page is marked in the memslot's log now. A harvest clears the mark. Always `false` if the memslot
+    /// does not log.
     fn dirty_at(&self, offset: usize) -> bool {
         let marked = self.vm.is_marked_dirty(self.space(), self.address(offset));
         marked.unwrap_or(false)

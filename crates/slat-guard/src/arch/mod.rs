@@ -1,13 +1,13 @@
-//! The code that depends on the processor's architecture. The rest of the crate is neutral.
+//! The code that depends on the processor's architecture. The rest of the crate is the same for all architectures.
 //!
 //! Each architecture has a directory, and each directory has the same modules with the same functions.
 //!
-//! | module | idea |
+//! | module | contents |
 //! |---|---|
 //! | `table` | how a guarded instruction enters the exception table |
 //! | `access` | single accesses |
-//! | `bulk` | copies, fills, the comparison of a line |
-//! | `entries` | how a handler returns to the kernel; the call that unblocks signals |
+//! | `bulk` | copies, fills, and the comparison of 64 bytes |
+//! | `entries` | the code by which a handler returns to the kernel, and the system call that changes the signal mask |
 
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 mod aarch64;

@@ -1,8 +1,9 @@
-//! Single accesses.
+//! Guarded accesses of single words on AArch64.
 //!
 //! # Order
-//! Guarded accesses have x86's order ([`access`](crate::access)). The instructions here keep that order as follows, by
-//! the Arm Architecture Reference Manual ("Definition of the Arm memory model", "Synchronization and semaphores").
+//! Guarded accesses have x86's order ([`access`](crate::access)). The instructions in this file ensure this order as
+//! follows, by the Arm Architecture Reference Manual ("Definition of the Arm memory model", "Synchronization and
+//! semaphores").
 //!
 //! | access | aligned | not aligned |
 //! |---|---|---|
@@ -14,29 +15,28 @@
 //!
 //! * **Load.** LDAR, or DMB ISHLD after a load, orders the load before all later loads and stores.
 //! * **Store.** STLR, or DMB ISH before a store, orders all earlier loads and stores before the store.
-//! * Together with the architecture's multi-copy atomicity, these two rules give total store order, in which a load may
-//!   happen before an earlier store. LDAR and STLR do not even allow that.
-//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded. So all accesses that are earlier in
-//!   the program are ordered before the write, and DMB ISH orders the write before all later accesses. Only the LDXR
-//!   may happen before an access that is earlier in the program. But no other thread has written the word between this
-//!   LDXR and its STLXR, or the STLXR would have failed: so at the moment of the write, LDXR would have read the same
-//!   value. A compare and exchange that finds another value writes that value again, so all of this also holds for a
-//!   compare and exchange.
+//! * Together with the architecture's multi-copy atomicity, these two rules give total store order. (In total store
+//!   order a load may happen before an earlier store; LDAR and STLR do not allow even this.)
+//! * **Read-modify-write.** The STLXR that succeeds writes the result. It orders all accesses that are earlier in the
+//!   program before this write, and DMB ISH orders the write before all later accesses. Only the LDXR may happen before
+//!   an access that is earlier in the program. This is harmless: no other thread has written the word between LDXR and
+//!   STLXR, or the STLXR would have failed. So an LDXR at the moment of the write would have read the same value. All
+//!   this is also true of a compare and exchange that finds another value, because it writes that value again.
 //!
 //! # Two instructions that may fail
-//! A loop has two guarded instructions, and both are in the exception table. If LDXR fails, nothing has happened. If
-//! STLXR fails, nothing was written: the word is aligned, so it is in one page. The processor's exclusive monitor may
-//! then still be set for the word. The monitor is clear when the access returns [`Gone`], because the thread returns
-//! from a fault or a signal by ERET, which clears the monitor. Even if the monitor stayed set, no store-exclusive could
-//! wrongly succeed: before each store-exclusive there is a load-exclusive, which sets the monitor anew.
+//! A loop has two guarded instructions, LDXR and STLXR, and both are in the exception table. If LDXR faults, the access
+//! has done nothing. If STLXR faults, it has written nothing, because the word is aligned and so in one page. Then the
+//! processor's exclusive monitor may still be set for the word. It is cleared by the ERET by which the thread returns
+//! from the fault or signal, before the access returns [`Gone`]. Even if the monitor stayed set, no later
+//! store-exclusive could wrongly succeed: before each one there is a load-exclusive, which sets the monitor anew.
 //!
-//! The instructions between LDXR and STLXR are not in the table, so a kick that arrives there does not end the access.
-//! The STLXR then fails, because of the ERET, and the loop continues.
+//! The instructions between LDXR and STLXR are not in the table, so a kick that arrives between the two does not end
+//! the access. Then the ERET has cleared the monitor, the STLXR writes nothing, and the loop repeats.
 //!
-//! # What is not aligned
-//! LDAR, STLR, LDXR and STLXR need aligned memory. A read-modify-write of a word that lies within 16 aligned bytes
-//! changes all 16 as one. Any other read-modify-write of an unaligned word is a load and a store between two barriers.
-//! It is not atomic, because Arm has no instruction for that.
+//! # Words that are not aligned
+//! LDAR, STLR, LDXR and STLXR need aligned memory. A read-modify-write of an unaligned word that lies within 16 aligned
+//! bytes is a read-modify-write of these 16 bytes. For any other unaligned word it is a load and a store between two
+//! barriers, which is not atomic, because Arm has no instruction for it.
 
 use super::table::{guarded, guarded_to_label, report};
 use crate::Gone;
@@ -45,8 +45,8 @@ use std::arch::asm;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::fence;
 
-/// Changes a word of `bytes` bytes that lies within 16 aligned bytes, by `change`, as one atomic operation. Returns the
-/// old value.
+/// Atomically replaces a word of `bytes` bytes, which lies within 16 aligned bytes, by `change` of its value. Returns
+/// the old value.
 ///
 /// # Safety
 /// The requirements of [`store`](crate::store).
@@ -61,13 +61,13 @@ unsafe fn change_within(
     let whole = p.wrapping_sub(offset).cast::<u128>();
     let changed =
         |old: u128| old & !(mask << shift) | (change(old >> shift & mask) & mask) << shift;
-    // SAFETY: the bytes of the word may be written, as this function's `# Safety` asks of its caller. The other bytes
-    // of the 16 aligned ones are in the same page, and are written with the values that they have.
+    // SAFETY: the bytes of the word may be written, as this function's `# Safety` asks of its caller. The others of the
+    // 16 aligned bytes are in the same page, and are atomically written with the values that they have.
     let old = unsafe { update(whole, changed)? };
     Ok(old >> shift & mask)
 }
 
-/// The bytes that [`change_within`] changes.
+/// The number of aligned bytes that [`change_within`] reads and writes.
 const WHOLE: usize = size_of::<u128>();
 
 /// Executes an atomic read-modify-write of the aligned memory at `$p`: loads the operand `seen`, executes `$between`,
@@ -109,7 +109,7 @@ macro_rules! word {
                 unsafe fn load_unaligned(p: *const $ty) -> Result<$ty, Gone> {
                     let gone: u32;
                     let v: u64;
-                    // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue
+                    // SAFETY: the instruction reads memory; if it faults, the exception table makes the thread continue
                     // at the fix-up. The bytes may be read, as `load` asks of its caller.
                     unsafe {
                         asm!(
@@ -133,7 +133,7 @@ macro_rules! word {
                 }
                 let gone: u32;
                 let v: u64;
-                // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
+                // SAFETY: the instruction reads memory; if it faults, the exception table makes the thread continue at
                 // the fix-up. The bytes may be read, as `load` asks of its caller.
                 unsafe {
                     asm!(
@@ -155,7 +155,7 @@ macro_rules! word {
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
                 #[cold]
                 unsafe fn store_unaligned(p: *mut $ty, v: $ty) -> Result<(), Gone> {
-                    // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread
+                    // SAFETY: the instruction writes memory; if it faults, the exception table makes the thread
                     // continue at the label. The bytes may be written, as `store` asks of its caller.
                     unsafe {
                         asm!(
@@ -174,7 +174,7 @@ macro_rules! word {
                     // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { store_unaligned(p, v) };
                 }
-                // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
+                // SAFETY: the instruction writes memory; if it faults, the exception table makes the thread continue at
                 // the label. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
@@ -277,7 +277,7 @@ macro_rules! word {
 
 /// Read-modify-writes of words that are not aligned.
 trait Unaligned: Sealed {
-    /// Changes a word by `change`. Returns the old value.
+    /// Replaces a word by `change` of its value. Returns the old value.
     ///
     /// # Safety
     /// The requirements of [`store`](crate::store).
@@ -342,9 +342,9 @@ impl Sealed for u128 {
         Ok(())
     }
 
-    /// Like `compare_exchange` of the narrower words, but `p` must be 16-byte aligned, as LDXP demands; otherwise the
-    /// access is [`Gone`]. The two halves that LDXP has read are one value only if an STLXP succeeds afterwards, so the
-    /// loop ends with an STLXP even if the value is not `old`.
+    /// Like `compare_exchange` of the narrower words, but LDXP requires that `p` is aligned to 16 bytes; otherwise the
+    /// result is [`Gone`]. The two halves that LDXP reads are guaranteed to be one value only if a later STLXP
+    /// succeeds. So the loop always ends with an STLXP, even if the value is not `old`.
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,

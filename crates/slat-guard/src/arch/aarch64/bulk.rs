@@ -1,8 +1,8 @@
-//! Runs of bytes, by pairs of registers.
+//! Guarded accesses of runs of bytes on AArch64, by pairs of registers.
 //!
 //! # Order
-//! DMB ISH before a run that writes orders all earlier accesses before it. DMB ISHLD after a run that reads orders all
-//! later accesses after it. That is the order of [`bulk`](crate::bulk).
+//! This gives the order that [`bulk`](crate::bulk) promises: a DMB ISH before a run that writes orders all earlier
+//! accesses before the run, and a DMB ISHLD after a run that reads orders all later accesses after the run.
 
 use super::table::{guarded, report};
 use crate::Gone;
@@ -11,24 +11,24 @@ use std::arch::asm;
 /// The number of bytes that [`matches_line`] compares.
 pub const LINE: usize = 64;
 
-/// Bytes that a pair of registers holds.
+/// The number of bytes in a pair of registers.
 const PAIR: usize = 16;
 
 /// Copies `len` bytes one after the other, beginning with the first. Returns the number of bytes that were not copied
-/// because memory of either side was gone.
+/// because memory of the source or the destination was not accessible.
 ///
-/// Where the sides are at least 16 bytes apart, pairs of registers are copied, with the same result. If a pair fails,
-/// its bytes are copied one by one, so that each byte before the hole is copied. If the pair crosses into another page,
-/// some of its bytes may already be written. They are written again with the same values, because the pair cannot have
-/// changed the source.
+/// If source and destination are at least 16 bytes apart, copies by pairs of registers, with the same result. If the
+/// access to a pair faults, copies its bytes one by one, so that each byte before the inaccessible one is copied. If
+/// the pair crosses a page boundary, some of its bytes may already be written. They are written again with the same
+/// values, because the write of the pair cannot have changed the source.
 ///
 /// # Safety
 /// The requirements of [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
     let mut left = len;
-    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. The exception table ends each
-    // loop at a failing instruction, with `left` and the addresses as they were before the pair or byte.
+    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. If an instruction faults, the
+    // exception table ends its loop, with `left` and the addresses as they were before this pair or byte.
     unsafe {
         asm!("dmb ish", options(nostack, preserves_flags));
         if dst.addr().abs_diff(src.addr()) >= PAIR {
@@ -76,7 +76,7 @@ pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
 }
 
 /// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns the number of copies that were not
-/// written because the memory was gone.
+/// written because the memory was not accessible.
 ///
 /// # Safety
 /// The requirements of [`fill_elements`](crate::fill_elements).
@@ -91,9 +91,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     let mut left = times;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. The exception
-            // table ends each loop at a failing instruction, with `left` and the address as they were before. Elements
-            // of a pair that failed are written one by one.
+            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. If an instruction
+            // faults, the exception table ends its loop, with `left` and the address as they were before this
+            // instruction. Then the elements of the pair are written one by one.
             unsafe {
                 asm!(
                     "dmb ish",
@@ -139,7 +139,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     left
 }
 
-/// Whether the memory at `p` holds the bytes of `line`.
+/// Whether the bytes at `p` are equal to `line`.
 ///
 /// # Safety
 /// The requirements of [`matches`](crate::matches).
@@ -148,7 +148,7 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
     let gone: u32;
     let mut words = [0u64; LINE / 8];
     let [a, b, c, d, e, f, g, h] = &mut words;
-    // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
+    // SAFETY: the instructions read memory; if one faults, the exception table makes the thread continue at the fix-up.
     // Guarded reads of the bytes are allowed, as `matches` asks of its caller.
     unsafe {
         asm!(

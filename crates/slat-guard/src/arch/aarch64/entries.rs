@@ -1,23 +1,24 @@
-//! The code by which a signal handler returns to the kernel, and the system call during which deferred signals arrive.
+//! The code by which a signal handler returns to the kernel, and the system call that changes the signal mask.
 
 use std::arch::naked_asm;
 
-/// The number of bytes of the first instruction of [`before_restorer`].
+/// The size in bytes of the first instruction of [`before_restorer`].
 pub const NOP: usize = 4;
 
-/// A handler returns to the kernel through the code after the first instruction: rt_sigreturn. Debuggers and unwinders
-/// recognise the two instructions, and look for a function around the byte before them.
+/// Contains, after a first instruction, the code by which a handler returns to the kernel: rt_sigreturn. Debuggers and
+/// unwinders recognise its two instructions, and look for the function that contains the byte before them. The first
+/// instruction makes this function contain that byte.
 #[unsafe(naked)]
 pub unsafe extern "C" fn before_restorer() {
     naked_asm!("nop", "mov x8, #139", "svc #0",)
 }
 
-/// Changes the thread's signal mask by rt_sigprocmask, during which handlers run that may unwind (`pthread_exit`).
-/// Inline assembly must not unwind, nor a call that Rust assumes not to unwind. So this is a function of its own: it
-/// describes its frame, and has nothing to drop.
+/// Changes the thread's signal mask by rt_sigprocmask. During this system call, handlers of unblocked signals run, and
+/// they may unwind the stack (`pthread_exit`). Inline assembly must not unwind, so this is a separate function with the
+/// ABI `C-unwind`: it describes its stack frame, and has nothing to drop.
 ///
 /// # Safety
-/// - `set` and `before` refer to sets of `bytes` bytes, or are null.
+/// - `set` and `before` are null, or point to signal sets of `bytes` bytes.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn change_mask(
     how: i32,

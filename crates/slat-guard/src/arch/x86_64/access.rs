@@ -1,8 +1,8 @@
-//! Single accesses. Each is one instruction.
+//! Guarded accesses of single words on x86-64. Each is one instruction.
 //!
 //! # Order
-//! The order is the processor's: a load is ordered before all later accesses, a store after all earlier ones, and a
-//! read-modify-write (LOCK) before and after all others.
+//! The processor's own order suffices: a load is ordered before all later accesses, a store after all earlier accesses,
+//! and a read-modify-write (LOCK) both after all earlier and before all later accesses.
 
 use super::table::{guarded, report};
 use crate::Gone;
@@ -10,7 +10,7 @@ use crate::access::{Sealed, Word, update};
 use std::arch::asm;
 use std::arch::x86_64::__m128i;
 
-/// Executes a read-modify-write of the memory at `$p`. Returns whether the memory was accessible.
+/// Executes a read-modify-write of the memory at `$p`. Its value is whether the memory was accessible.
 macro_rules! locked {
     ($instruction:expr, $p:expr, $($operands:tt)*) => {{
         let gone: u32;
@@ -37,7 +37,7 @@ macro_rules! word {
             unsafe fn load(p: *const Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let v: u64;
-                // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
+                // SAFETY: the instruction reads memory; if it faults, the exception table makes the thread continue at
                 // the fix-up. The bytes may be read, as `load` asks of its caller.
                 unsafe {
                     asm!(
@@ -57,7 +57,7 @@ macro_rules! word {
 
             #[inline(always)]
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-                // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
+                // SAFETY: the instruction writes memory; if it faults, the exception table makes the thread continue at
                 // the label. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
@@ -182,8 +182,8 @@ impl Sealed for u128 {
         Ok(())
     }
 
-    /// Like `compare_exchange` of the narrower words, but `p` must be 16-byte aligned, as `cmpxchg16b` demands;
-    /// otherwise the access is [`Gone`].
+    /// Like `compare_exchange` of the narrower words, but `cmpxchg16b` requires that `p` is aligned to 16 bytes;
+    /// otherwise the result is [`Gone`].
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,
@@ -192,9 +192,9 @@ impl Sealed for u128 {
     ) -> Result<Result<Self, Self>, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller. RBX cannot be
-        // named as an operand, so it is swapped in and out around the instruction; naming the registers of `p` and
-        // `gone` keeps them out of RBX.
+        // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller. Inline assembly
+        // cannot use RBX as an operand, so the operand is exchanged with RBX before and after the instruction. `p` and
+        // `gone` have explicit registers, so that they are not in RBX.
         unsafe {
             asm!(
                 "xchg rbx, rsi",

@@ -1,4 +1,4 @@
-//! Runs of bytes, by string instructions and by vectors.
+//! Guarded accesses of runs of bytes on x86-64, by string instructions and vector instructions.
 
 use super::table::{guarded, report};
 use crate::Gone;
@@ -11,16 +11,16 @@ use std::arch::x86_64::{
 pub const LINE: usize = 64;
 
 /// Copies `len` bytes one after the other, beginning with the first. Returns the number of bytes that were not copied
-/// because memory of either side was gone.
+/// because memory of the source or the destination was not accessible.
 ///
 /// # Safety
 /// The requirements of [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
-    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. `rep movsb` can be interrupted
-    // between two bytes, and RCX then counts the remaining bytes. The exception table makes a thread that is
-    // interrupted there continue after the copy.
+    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. If `rep movsb` faults or is
+    // interrupted between two bytes, RCX contains the number of remaining bytes. The exception table makes the thread
+    // continue after the copy.
     unsafe {
         asm!(
             "2: rep movsb",
@@ -36,7 +36,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
 }
 
 /// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns the number of copies that were not
-/// written because the memory was gone.
+/// written because the memory was not accessible.
 ///
 /// # Safety
 /// The requirements of [`fill_elements`](crate::fill_elements).
@@ -45,9 +45,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
     let left: usize;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. The instruction
-            // can be interrupted between two elements, and RCX then counts the remaining ones. The exception table
-            // makes a thread that is interrupted there continue after the instruction.
+            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. If the
+            // instruction faults or is interrupted between two elements, RCX contains the number of remaining elements.
+            // The exception table makes the thread continue after the instruction.
             unsafe {
                 asm!(
                     concat!("2: rep ", $store),
@@ -70,7 +70,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
     left
 }
 
-/// Whether the memory at `p` holds the bytes of `line`.
+/// Whether the bytes at `p` are equal to `line`.
 ///
 /// # Safety
 /// The requirements of [`matches`](crate::matches).
@@ -78,7 +78,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
 pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
     let gone: u32;
     let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
-    // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
+    // SAFETY: the instructions read memory; if one faults, the exception table makes the thread continue at the fix-up.
     // Guarded reads of the bytes are allowed, as `matches` asks of its caller.
     unsafe {
         asm!(
@@ -106,7 +106,7 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
         return Err(Gone);
     }
     let quarters = line.as_ptr().cast::<__m128i>();
-    // SAFETY: each quarter is within the line; the load needs no alignment.
+    // SAFETY: each of the four parts is within `line`, and the load needs no alignment.
     let equal =
         |k: usize, quarter| unsafe { _mm_cmpeq_epi8(quarter, _mm_loadu_si128(quarters.add(k))) };
     let [a, b, c, d] = [equal(0, a), equal(1, b), equal(2, c), equal(3, d)];
