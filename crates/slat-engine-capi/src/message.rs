@@ -22,7 +22,7 @@ pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
     errno
 }
 
-/// Call at the begin of each call of the library: forgets wrong results of callbacks in earlier calls.
+/// Call at the beginning of each call of the library: forgets wrong results of callbacks in earlier calls.
 pub(super) fn begin() {
     BLAME.take();
 }

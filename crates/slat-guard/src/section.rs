@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 thread_local! {
     // Neither variable has an initialiser or a destructor that runs, because handlers read both.
-    // The number of sections that this thread has entered and not left.
+    /// The number of sections that this thread has entered and not left.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
     /// The signals that were deferred, and are blocked until the outermost section ends. Bit 0 is signal 1.
     static WAITING: Cell<u64> = const { Cell::new(0) };

@@ -11,8 +11,8 @@
 //! If a change is not reported (for example, of the C library's own `mmap`), a later access fails, and then slat
 //! forgets the mapping (`forget`).
 //!
-//! In a root directory without `/proc`, the kernel does not tell mappings (`Untold`). Then slat treats each page as
-//! small, and finds out the rights to it by accessing it.
+//! In a root directory without `/proc`, the kernel does not tell what is mapped (`Untold`). Then slat treats each page
+//! as small, and finds out the rights to it by accessing it.
 //!
 //! While the process has no VM, changes need not be reported. Only the fact that the program has given advice is
 //! recorded ([`advice_passed_by`]). When a VM is created, all advice is read from the kernel ([`begin`]).
@@ -158,8 +158,8 @@ thread_local! {
     };
 }
 
-/// Call when the process creates its only VM, before the VM has memory. Forgets what is known, because changes were not
-/// reported while there was no VM.
+/// Call when the process creates a VM and has no other, before the VM has memory. Forgets all known mappings, because
+/// changes were not reported while there was no VM.
 pub fn begin() {
     let mut table = table();
     if !table.advice.is_empty() {
@@ -259,7 +259,7 @@ pub(crate) struct Found {
 /// Returns the mapping that contains `address`. `None`: nothing is mapped at `address`.
 ///
 /// # Errors
-/// [`Untold`]: the kernel does not tell mappings.
+/// [`Untold`]: the kernel does not tell what is mapped.
 pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
@@ -296,7 +296,7 @@ pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
 /// Asks the kernel. Returns the mapping that contains `address`, and whether the mapping was put in the table.
 ///
 /// # Errors
-/// [`Untold`]: the kernel does not tell mappings.
+/// [`Untold`]: the kernel does not tell what is mapped.
 fn ask(address: usize) -> Result<Option<(Mapping, bool)>, Untold> {
     let changes = table().changes;
     let Some(raw) = procfs::mapping_at(address)? else {
@@ -362,7 +362,7 @@ pub enum Thp {
     Never,
 }
 
-/// Returns the mode from `/sys/kernel/mm/transparent_hugepage/enabled`, which is read once; If there is no such file,
+/// Returns the mode from `/sys/kernel/mm/transparent_hugepage/enabled`, which is read once. If there is no such file,
 /// returns [`Thp::Never`].
 pub fn thp_mode() -> Thp {
     static MODE: Computed<Thp> = Computed::new();

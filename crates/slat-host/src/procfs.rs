@@ -175,7 +175,7 @@ fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     unsafe { calls::make(Call::Read, arguments) }.map(|read| read as usize)
 }
 
-/// Reads the begin of a small file into `text`, as much as fits, and returns it. Returns an empty text if the file
+/// Reads the beginning of a small file into `text`, as much as fits, and returns it. Returns an empty text if the file
 /// cannot be read.
 pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     let mut len = 0;
@@ -244,7 +244,7 @@ struct Files {
     smaps: ProcFile,
     /// Held while a thread reads `smaps`, so that only one thread does. The kernel remembers the address that it has
     /// reached only for a read at the offset where the last read ended. For a read at any other offset it counts bytes
-    /// from the begin of the text, which may have changed meanwhile.
+    /// from the beginning of the text, which may have changed meanwhile.
     reads_smaps: Mutex<()>,
 }
 
@@ -535,7 +535,8 @@ mod tests {
             assert_ne!(start, libc::MAP_FAILED);
             start as usize
         };
-        // Leave a gap between the mappings, because the kernel places later mappings directly below earlier ones.
+        // Keep an inaccessible page on each side of the page `asked`, so that its mapping stays separate from later
+        // ones, which the kernel places directly below earlier ones.
         let page = page_size();
         let asked = map(3 * page, libc::PROT_NONE) + page;
         // SAFETY: the page is a part of the mapping made above.

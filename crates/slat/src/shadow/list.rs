@@ -40,7 +40,7 @@ impl List {
         self.0.get() == END
     }
 
-    /// Adds `number`, which must be on no list, at the begin. `link` returns the link of a number.
+    /// Adds `number`, which must be on no list, at the beginning. `link` returns the link of a number.
     pub(super) fn push<'l>(&self, number: u32, link: impl Fn(u32) -> &'l Link) {
         let first = self.0.replace(number);
         let new = link(number);

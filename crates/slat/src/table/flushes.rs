@@ -141,7 +141,7 @@ impl Flushes {
         self.begun.load(SeqCst) + 1
     }
 
-    /// Counts the begin of a flush, and returns its number.
+    /// Counts the beginning of a flush, and returns its number.
     pub(crate) fn begin(&self) -> u64 {
         let number = self.begun.fetch_add(1, SeqCst) + 1;
         fence(SeqCst);

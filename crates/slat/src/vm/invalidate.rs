@@ -8,8 +8,8 @@
 //!   another one than the faulting page.)
 //! * The sequence has been raised since the fault read it. It is raised by a slot change that deletes or moves a slot
 //!   or changes its flags, and by a conversion, after publishing the new set and before zapping; by a zap that a client
-//!   requests ([`Vm::zap`]); by the begin of an invalidation, if a memslot uses its range; and by the end of an
-//!   invalidation, if a memslot uses its range then or has used it at the begin.
+//!   requests ([`Vm::zap`]); by the beginning of an invalidation, if a memslot uses its range; and by the end of an
+//!   invalidation, if a memslot uses its range then or has used it at the beginning.
 //!
 //! Creating a slot need not raise the sequence: a fault that has found no slot installs no leaf. The end of an
 //! invalidation must raise it: otherwise a fault that resolved the page before the backing changed could install the
@@ -132,8 +132,8 @@ impl InProgress {
     /// Returns whether an invalidation of a part of `range` may be in progress.
     #[inline]
     pub(crate) fn covers(&self, range: &Range<Hva>) -> bool {
-        // Sequentially consistent, like the begin of an invalidation and the publication of slots: if an invalidation
-        // did not find the slot of this fault at its begin, the fault sees the invalidation here.
+        // Sequentially consistent, like the beginning of an invalidation and the publication of slots: if an
+        // invalidation did not find the slot of this fault at its beginning, the fault sees the invalidation here.
         self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
@@ -225,7 +225,7 @@ impl Drop for Counted<'_> {
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     range: Range<Hva>,
-    /// Whether a memslot used the range at the begin.
+    /// Whether a memslot used the range at the beginning.
     used: bool,
 }
 

@@ -14,7 +14,7 @@ use crate::format::Format;
 use crate::mmu::MmuKind;
 use crate::platform::Platform;
 
-/// The position at which the next [`Vm::promote`] continues. The default is the begin of guest memory.
+/// The position at which the next [`Vm::promote`] continues. The default is the beginning of guest memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promotion {
     space: usize,

@@ -19,9 +19,9 @@
 //! * *An invalidation misses no leaf.* An invalidation walks over the slots in the order of backing address, in steps,
 //!   and continues after the last slot that it saw. New slots may have other positions in this order, so the
 //!   invalidation could miss a part that stays. Therefore, after publishing the new set, the change zaps each part
-//!   whose backing is being invalidated. The publication and the begin of an invalidation are sequentially consistent:
-//!   if the change does not find an invalidation, that invalidation begins later and sees only the new set. Until the
-//!   zap is done, the old slots count as leaving ([`super::departure`]), and the invalidation waits for this.
+//!   whose backing is being invalidated. The publication and the beginning of an invalidation are sequentially
+//!   consistent: if the change does not find an invalidation, that invalidation begins later and sees only the new set.
+//!   Until the zap is done, the old slots count as leaving ([`super::departure`]), and the invalidation waits for this.
 //! * *No write is lost.* The new slot of a part may have another log. When no reader uses the old set any more, no
 //!   thread marks pages in the old log, and the marks of the part are copied to the new log. After that, a leaf may
 //!   still be writable although its page is not marked: a harvest of the old log has removed the mark, and cannot

@@ -35,7 +35,7 @@ fn unmarked(leaf: Leaf) -> Leaf {
     }
 }
 
-/// Checks that pages 0 and 1 are mapped as at the begin.
+/// Checks that pages 0 and 1 are mapped as at the beginning.
 fn all_is_mapped<F: Format>(world: &World<F>) {
     for n in [0, 1] {
         assert_eq!(unmarked(world.leaf(n)), unmarked(page(n)));

@@ -115,8 +115,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Declares that the operation zaps leaves of a slot that is being deleted or moved
-    /// ([`Flushes`]).
+    /// Declares that the operation zaps leaves of a slot that is being deleted or moved ([`Flushes`]).
     pub(super) fn of_leaving_slot(&self) {
         self.ticket.of_leaving_slot();
     }
