@@ -141,8 +141,8 @@ thread_local! {
     static KICKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a kick, not inaccessible memory, was the reason why this thread's last guarded access that returned
-/// [`Gone`](crate::Gone) did so.
+/// Whether a kick ended this thread's last guarded access that returned [`Gone`](crate::Gone). If not, memory was not
+/// accessible.
 pub fn was_kicked() -> bool {
     KICKED.get()
 }

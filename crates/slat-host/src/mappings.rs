@@ -65,8 +65,8 @@ static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 /// The program's advice for ranges, which do not overlap: by start address, the end of the range and the advice.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
 
-/// The number of last changes whose ranges are remembered. If more changes are reported during a query, its result is
-/// not put in the table.
+/// The number of most recent changes whose ranges are remembered. If more changes are reported during a query, its
+/// result is not put in the table.
 const CHANGES: usize = 16;
 
 /// The known mappings and advice of this process.

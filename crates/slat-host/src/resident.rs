@@ -60,7 +60,7 @@ mod tests {
         let size = page_size();
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a fresh anonymous mapping, of which two pages are written.
+        // SAFETY: the calls make a new anonymous mapping, and write to two of its pages.
         let start = unsafe {
             let start = libc::mmap(std::ptr::null_mut(), 4 * size, rights, flags, -1, 0);
             assert_ne!(start, libc::MAP_FAILED);

@@ -136,8 +136,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // Such pages must be marked while the leaf is writable, because the walker will not report all writes to
-            // them: none to a leaf that is already dirty or in a shadow page, and of a huge leaf only one page.
+            // The walker reports no write through a leaf that is already dirty or in a shadow page, and for a huge leaf
+            // it reports only one page. So while such a leaf is writable, its pages must be marked.
             Some((log, LogKind::Buffers))
                 if leaf.write
                     && (leaf.dirty || level > Level::PAGE || at.is_shadowed())

@@ -47,7 +47,7 @@ impl LogKind {
 /// The log of a slot.
 pub(crate) struct DirtyLog {
     kind: LogKind,
-    /// A lock that each operation holds that begins, harvests or clears the log.
+    /// The lock that is held by each operation that begins, harvests or clears the log.
     pub(crate) turn: FairLock<()>,
     /// The bitmap, with one bit for each page; empty for a log without a bitmap.
     pub(crate) bits: Vec<AtomicU64>,
@@ -74,7 +74,7 @@ impl DirtyLog {
         })
     }
 
-    /// Makes a log without a bitmap: writes are noted in the vCPUs' rings.
+    /// Makes a log without a bitmap: writes are recorded in the vCPUs' rings.
     pub(crate) fn rings() -> Self {
         DirtyLog {
             kind: LogKind::Rings,

@@ -69,7 +69,7 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the number of levels of tables, without page-directory-pointer entries.
+    /// Returns the number of levels of tables. For PAE paging, does not count the page-directory-pointer entries.
     pub(crate) fn levels(&self) -> u32 {
         match self.mode {
             Mode::Bits32 { .. } | Mode::Pae => 2,

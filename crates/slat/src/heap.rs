@@ -159,6 +159,8 @@ impl<T> Clone for Uncounted<T> {
 impl<T> Copy for Uncounted<T> {}
 
 impl<T> Uncounted<T> {
+    /// Returns a reference to the value.
+    ///
     /// # Safety
     /// - An owner of the value exists until `'a` ends.
     pub(crate) unsafe fn get<'a>(self) -> &'a T {

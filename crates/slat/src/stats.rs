@@ -96,7 +96,7 @@ counters! {
     /// Shadow pages zapped.
     mmu_shadow_zapped,
     /// Shadow pages zapped because they were the oldest and the limit of pages was reached (see
-    /// [`Vm::set_mmu_pages`](crate::Vm))).
+    /// [`Vm::set_mmu_pages`](crate::Vm)).
     mmu_recycled,
     /// Stores of the guest to its page tables that were reported to the MMU. 0 if the MMU shadows no tables.
     mmu_pte_write,

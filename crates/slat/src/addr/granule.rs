@@ -92,7 +92,7 @@ impl Granule {
         gfn.0 & (self.pages(level) - 1)
     }
 
-    /// Returns the frame that holds `gpa`.
+    /// Returns the frame that contains `gpa`.
     #[inline(always)]
     pub const fn gfn(self, gpa: Gpa) -> Gfn {
         Gfn(gpa.0 >> self.shift())
@@ -110,7 +110,7 @@ impl Granule {
         self.gpa(gfns.start)..self.gpa(gfns.end)
     }
 
-    /// Returns the frame that holds `hpa`.
+    /// Returns the frame that contains `hpa`.
     #[inline(always)]
     pub const fn pfn(self, hpa: Hpa) -> Pfn {
         Pfn(hpa.0 >> self.shift())

@@ -31,7 +31,7 @@ const UNMAPPED: fn() -> Guest = || {
 /// The tree has a huge leaf for the root of the tables and the first other table.
 const HUGE: fn() -> Guest = || guest(Level::MEGA, TABLES);
 
-/// Like [`HUGE`], but the tree has no leaf for these two frames.
+/// Like [`HUGE`], but the tree has no leaf for the root of the tables and the first other table.
 const NO_HUGE: fn() -> Guest = || {
     let guest = HUGE();
     drop(guest.vm.invalidate(hvas(ROOT..TABLE + 1)));

@@ -22,7 +22,7 @@ use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
 use crate::trace::Event;
 
-/// The table of a shadow page: It has 4 KiB, like x86's tables, even if its entries have another format.
+/// The table of a shadow page: it has 4 KiB, like x86's tables, even if its entries have another format.
 pub(super) type ShadowTable<'p, P> = Table<'p, P, X86<5>>;
 
 /// The id of an entry of a shadow page: the page's number, and the entry's index.

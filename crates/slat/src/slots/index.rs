@@ -25,16 +25,17 @@ const LOW: usize = LEAF / 4;
 /// The number of leaves of the smallest directory.
 const DIRECTORY: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// All page numbers are below this limit, whatever the order.
+/// All page numbers are below this limit, in every [`Order`].
 pub(super) const PAGES: u64 = (1 << 48) - 1;
 
-/// A sort order of slots, and the address space whose addresses are the keys.
+/// A sort order of slots: by guest frame, or by backing address.
 pub(super) trait Order {
-    /// Returns the number of the slot's first page in the address space of the order. It is below [`PAGES`]. Guest
-    /// frames are numbered by the granule of the tables. Backing pages have 4 KiB, which divides every granule.
+    /// Returns the number of the slot's first page, below [`PAGES`]: of the first guest frame, or of the first backing
+    /// page, depending on the order. Guest frames have the size of the tables' granule. Backing pages have 4 KiB, which
+    /// divides every granule.
     fn page(slot: &Memslot) -> u64;
 
-    /// Returns the number of pages of the slot, in the address space of the order.
+    /// Returns the number of pages of the slot, of the same size as in [`Self::page`].
     fn pages(slot: &Memslot) -> u64;
 
     /// Returns the sort key. It contains the slot's id, because slots may share pages of their backing: so the key is
@@ -179,7 +180,7 @@ impl Spare {
         if needed <= index.directory {
             return Ok(());
         }
-        // Allocate both with one size, so that the directories of both sets become full at the same time.
+        // Allocate two directories of the same size, so that those of both sets become full at the same time.
         let [left, right] = (self.directories.each_ref())
             .map(|spare| spare.as_ref().map(|directory| directory.capacity));
         if left != right || left < Some(needed) {

@@ -87,7 +87,7 @@ struct LastChange {
 }
 
 /// The slots as they were before the last change, one for each of its edits and in their order. `first` is separate
-/// from `others` so that: A change of one slot needs no heap memory.
+/// from `others`, so that a change of one slot needs no heap memory.
 #[derive(Default)]
 struct Replaced {
     first: Option<Was>,

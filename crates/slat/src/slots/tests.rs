@@ -403,8 +403,8 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
         assert_eq!(set.generation, 0);
     };
     is_whole(old);
-    // A pointer, not a reference: the closure below exists while `catch_up` changes the set, and must then have no
-    // reference to it.
+    // Use a pointer, not a reference: the closure below exists while `catch_up` changes the set, and must not have a
+    // reference to the set then.
     let old = &raw const *old;
     assert_eq!(world.current().generation, 1);
     // The next change must be made in the set that the reader still uses.

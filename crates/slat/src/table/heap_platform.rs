@@ -21,7 +21,7 @@ pub(crate) struct Heap {
     granule: Granule,
     frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
-    /// The function that resolves a page. The initial function returns that there is no page.
+    /// The function that resolves a page. At first, it is a function that finds no page.
     pub(crate) resolve: Mutex<Resolve>,
     /// A function that each flush calls, at the time when a real platform would wait for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,

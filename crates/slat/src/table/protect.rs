@@ -143,7 +143,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// Does this for the entries for `gfns` in the table of `level` in frame `frame`, and in the tables below it.
+    /// Like [`Self::lift_unlocked`], but only for the entries for `gfns` in the table of `level` in frame `frame`, and
+    /// in the tables below it. `range` is the range of `walk`.
     fn lift_in(
         &self,
         walk: &mut Walk,

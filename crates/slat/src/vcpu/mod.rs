@@ -160,7 +160,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.vm
     }
 
-    /// Returns the root and the index of a walk to `gfn` by guest-physical address.
+    /// Returns the key of a walk by guest-physical addresses to `gfn`: the root from which it starts, and the index.
     #[inline(always)]
     pub(crate) fn key(&self, gfn: Gfn) -> Key {
         Key {

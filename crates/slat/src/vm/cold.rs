@@ -29,7 +29,8 @@ const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
 // The bits of a byte in the map. The map has a byte for each block, and a byte for each page. Between two passes, a
 // page's byte contains only `AGE`, and a block's byte contains `AGE` and `PAGES`.
-// The bits for the age plus one. 0: no leaf maps the page or block.
+
+/// The bits that contain the age plus one. 0: no leaf maps the page or block.
 const AGE: u8 = 0x1f;
 /// The bit that is set if each page of the block has its own age, in the page's byte. Otherwise all its pages have the
 /// block's age.
@@ -60,7 +61,8 @@ pub struct ColdMap {
 pub struct ColdRange {
     /// The backing addresses of the range.
     pub hvas: Range<Hva>,
-    /// The number of last passes in which no page of the range was used, at most [`ColdMap::MOST_PASSES`].
+    /// The number of consecutive passes, up to the last one, that have found no page of the range used; at most
+    /// [`ColdMap::MOST_PASSES`].
     pub passes: u8,
     /// Whether huge leaves map the range: then all pages that one leaf maps share one accessed bit.
     pub huge: bool,
@@ -99,8 +101,8 @@ impl ColdMap {
         })
     }
 
-    /// Returns the number of last passes in which the page at `backing` was not used. `None`: the page is not mapped,
-    /// or not in the map.
+    /// Returns the number of consecutive passes, up to the last one, that have found the page at `backing` unused.
+    /// `None`: the page is not mapped, or not in the map.
     pub fn passes(&self, backing: Hva) -> Option<u8> {
         let is_there = self.backing.contains(&backing);
         is_there.then(|| self.age(self.index(backing)))?

@@ -15,8 +15,8 @@
 //!
 //! * *A walker in hardware* sets the bit and writes the buffer entry in one operation (Intel SDM, volume 3, 29.3.6: if
 //!   the buffer is full, the CPU sets no dirty bit, and exits instead). If a CPU is interrupted, it has done both or
-//!   neither. So at its begin a harvest drains the buffers by [`Platform::drain`], which interrupts the CPUs that are
-//!   in the guest.
+//!   neither. So at its beginning a harvest drains the buffers by [`Platform::drain`], which interrupts the CPUs that
+//!   are in the guest.
 //! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) sets the dirty bit and writes the buffer entry
 //!   under the lock of its buffer, which a harvest takes, too. Without the lock, a second CPU could see the bit and
 //!   write to the page before the buffer entry is written, and a harvest after that write would not find the entry.

@@ -24,7 +24,8 @@ pub struct Promotion {
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Replaces tables by huge leaves, in place, where memslot, host page and policies allow a huge leaf. Asks the host
     /// about at most `most` tables, beginning at the position `promotion`; after the end of guest memory it continues
-    /// at its begin. Returns the number of huge leaves installed. If there were few, wait longer before the next call.
+    /// at its beginning. Returns the number of huge leaves installed. If there were few, wait longer before the next
+    /// call.
     ///
     /// Each page stays mapped to the same frame, so the guest takes no fault. The new leaf is the leaf that a write
     /// fault would install, so all its pages count as used ([`Vm::age`]), and, if the leaf has a dirty bit, as written.

@@ -236,7 +236,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Returns log2 of the size of the guest's page that the leaf `found` maps or is part of, or an upper bound.
+    /// Returns log2 of the size in bytes of the guest's page that contains the memory of the leaf `found`, or an upper
+    /// bound of this value.
     fn guest_bits(&self, found: &Found<'_>, paging: &GuestPaging) -> u32 {
         match found.level {
             Level::PAGE if !self.maps_parts(found.table) => 12,
