@@ -151,6 +151,7 @@ impl Generator {
                 self.spaces[vcpu] = first_space_of(vcpu);
                 Op::Replace(vcpu)
             }
+            Kind::Snapshot => self.snapshot(),
             Kind::Fork => Op::Fork,
             Kind::Turn => Op::Turn(self.rng.below(MOST_VMS as u64) as usize),
             Kind::End => Op::End,
@@ -158,6 +159,16 @@ impl Generator {
                 self.spaces[vcpu] = space;
                 Op::UseSpace { vcpu, space }
             }
+        }
+    }
+
+    fn snapshot(&mut self) -> Op {
+        match self.rng.below(6) {
+            0 | 1 => Op::BeginSnapshot,
+            2 => Op::EndSnapshot {
+                whole: !self.rng.one_in(3),
+            },
+            _ => Op::KeepNext(self.rng.pick(&[1, 2, 63, 64, 512, 5000])),
         }
     }
 

@@ -140,7 +140,16 @@ pub enum Op {
         /// The address space.
         space: usize,
     },
-    /// Clones the VM. The next operations are run on the clone.
+    /// Begins a snapshot of the VM, unless there is one.
+    BeginSnapshot,
+    /// Gives the platform a run of at most this many pages of the snapshot.
+    KeepNext(u64),
+    /// Ends the snapshot.
+    EndSnapshot {
+        /// Whether the platform is given all pages before.
+        whole: bool,
+    },
+    /// Clones the VM. The next operations are for the clone.
     Fork,
     /// Switches to another VM, given by its index, where 0 is the oldest. The next operations are run on that VM.
     Turn(usize),
@@ -174,6 +183,7 @@ pub(crate) enum Kind {
     Quiesce,
     Replace,
     UseSpace,
+    Snapshot,
     Fork,
     Turn,
     End,
@@ -188,33 +198,35 @@ pub struct Mix {
     column: usize,
 }
 
-/// The relative frequency of each kind of operation, in the mixes "all", "slots", "logs" and "clones".
-const FREQUENCIES: [(Kind, [u64; 4]); 25] = [
-    (Kind::Fork, [0, 0, 0, 6]),
-    (Kind::Turn, [0, 0, 0, 30]),
-    (Kind::End, [0, 0, 0, 4]),
-    (Kind::Translate, [700, 2, 500, 700]),
-    (Kind::Walk, [30, 0, 100, 0]),
-    (Kind::Region, [80, 8, 30, 60]),
-    (Kind::Regions, [30, 3, 20, 20]),
-    (Kind::Invalidate, [60, 0, 20, 60]),
-    (Kind::DirtyLog, [30, 0, 60, 20]),
-    (Kind::ClearLog, [25, 0, 120, 20]),
-    (Kind::ManualLog, [4, 0, 10, 3]),
-    (Kind::Collect, [5, 0, 30, 8]),
-    (Kind::ResetRings, [1, 0, 15, 4]),
-    (Kind::Prefault, [10, 0, 0, 10]),
-    (Kind::Convert, [16, 0, 12, 12]),
-    (Kind::FindSlot, [10, 6, 0, 0]),
-    (Kind::Policy, [12, 0, 30, 12]),
-    (Kind::RecoverNx, [12, 0, 0, 6]),
-    (Kind::Age, [3, 0, 0, 3]),
-    (Kind::Cold, [12, 0, 0, 3]),
-    (Kind::Promote, [6, 0, 0, 6]),
-    (Kind::Quiesce, [4, 0, 10, 4]),
-    (Kind::Replace, [2, 0, 0, 2]),
-    (Kind::UseSpace, [4, 1, 5, 4]),
-    (Kind::Fail, [10, 0, 20, 6]),
+/// The frequency of each kind of operation, relative to the other kinds, in the mixes "all", "slots", "logs",
+/// "clones" and "snapshots".
+const FREQUENCIES: [(Kind, [u64; 5]); 26] = [
+    (Kind::Fork, [0, 0, 0, 6, 4]),
+    (Kind::Turn, [0, 0, 0, 30, 20]),
+    (Kind::End, [0, 0, 0, 4, 3]),
+    (Kind::Translate, [700, 2, 500, 700, 600]),
+    (Kind::Walk, [30, 0, 100, 0, 40]),
+    (Kind::Region, [80, 8, 30, 60, 40]),
+    (Kind::Regions, [30, 3, 20, 20, 20]),
+    (Kind::Invalidate, [60, 0, 20, 60, 60]),
+    (Kind::DirtyLog, [30, 0, 60, 20, 20]),
+    (Kind::ClearLog, [25, 0, 120, 20, 20]),
+    (Kind::ManualLog, [4, 0, 10, 3, 3]),
+    (Kind::Collect, [5, 0, 30, 8, 8]),
+    (Kind::ResetRings, [1, 0, 15, 4, 3]),
+    (Kind::Prefault, [10, 0, 0, 10, 10]),
+    (Kind::Convert, [16, 0, 12, 12, 8]),
+    (Kind::FindSlot, [10, 6, 0, 0, 0]),
+    (Kind::Policy, [12, 0, 30, 12, 15]),
+    (Kind::RecoverNx, [12, 0, 0, 6, 6]),
+    (Kind::Age, [3, 0, 0, 3, 3]),
+    (Kind::Cold, [12, 0, 0, 3, 3]),
+    (Kind::Promote, [6, 0, 0, 6, 12]),
+    (Kind::Quiesce, [4, 0, 10, 4, 6]),
+    (Kind::Replace, [2, 0, 0, 2, 2]),
+    (Kind::UseSpace, [4, 1, 5, 4, 4]),
+    (Kind::Snapshot, [20, 0, 20, 12, 80]),
+    (Kind::Fail, [10, 0, 20, 6, 6]),
 ];
 
 impl fmt::Debug for Mix {
@@ -232,6 +244,8 @@ impl Mix {
     pub const LOGS: Mix = Mix::new("logs", 2);
     /// A VM and its clones, which take turns to access memory, log writes and lose pages.
     pub const CLONES: Mix = Mix::new("clones", 3);
+    /// A VM that is saved most of the time, with clones, while it writes and its memory changes.
+    pub const SNAPSHOTS: Mix = Mix::new("snapshots", 4);
 
     const fn new(name: &'static str, column: usize) -> Self {
         Mix { name, column }

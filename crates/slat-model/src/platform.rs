@@ -36,6 +36,8 @@ pub enum Event {
     Wait(WaitFor),
     /// The engine flushes hardware, for the frames from the first one up to, but excluding, the second one.
     Flush(Gfn, Gfn),
+    /// The platform is given the pages from the first address up to, but not including, the second one, to keep them.
+    Keep(Hva, Hva),
 }
 
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
@@ -283,6 +285,12 @@ unsafe impl Platform for SimMachine {
     fn share(&self, parent: VmId, child: VmId) -> Result<(), ForkError> {
         self.share_memory(parent, child);
         Ok(())
+    }
+
+    const KEEPS_OLD_PAGES: bool = true;
+
+    fn keep(&self, _: VmId, backing: Range<Hva>) {
+        self.event(Event::Keep(backing.start, backing.end));
     }
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {

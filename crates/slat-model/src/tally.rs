@@ -70,6 +70,16 @@ impl Tally {
         "mapping copied to a clone",
     ];
 
+    /// Names that a run of [`Mix::SNAPSHOTS`](crate::Mix::SNAPSHOTS) must have counted.
+    pub const OF_SNAPSHOTS: [&'static str; 6] = [
+        "snapshot begun",
+        "snapshot complete",
+        "snapshot dropped before its end",
+        "page kept before a write",
+        "page kept before it was taken away",
+        "page kept in the background",
+    ];
+
     pub(crate) fn count(&mut self, what: &'static str) {
         *self.0.entry(what).or_default() += 1;
     }

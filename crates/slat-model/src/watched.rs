@@ -39,7 +39,9 @@ pub struct Watched<P> {
     failed: AtomicBool,
     live: Mutex<Live>,
     violations: Violations,
-    /// The entries that hardware walkers have written to the buffers of their vCPUs.
+    /// The pages that each VM has given to be kept for a snapshot.
+    kept: Mutex<HashMap<VmId, Vec<Range<Hva>>>>,
+    /// The entries that the walkers of hardware vCPUs have written to their buffers.
     pub(crate) buffers: WalkerBuffers,
 }
 
@@ -65,6 +67,7 @@ impl<P: Platform> Watched<P> {
             failed: AtomicBool::new(false),
             live: Mutex::default(),
             violations: Violations::default(),
+            kept: Mutex::default(),
             buffers: WalkerBuffers::default(),
         })
     }
@@ -107,9 +110,15 @@ impl<P: Platform> Watched<P> {
 
     /// Removes the TLB model of `vm`, if `vm` is a clone. Call when the VM has ended.
     pub(crate) fn remove_clone(&self, vm: VmId) {
+        self.take_kept(vm);
         let mut clones = self.clones.write().unwrap();
         clones.remove(&vm);
         self.cloned.store(!clones.is_empty(), SeqCst);
+    }
+
+    /// Returns the pages that `vm` has given to be kept for a snapshot ([`Platform::keep`]) since the last call.
+    pub fn take_kept(&self, vm: VmId) -> Vec<Range<Hva>> {
+        self.kept.lock().unwrap().remove(&vm).unwrap_or_default()
     }
 
     /// Calls `then` with the model of each VM's TLBs.
@@ -325,6 +334,19 @@ unsafe impl<P: Platform> Platform for Watched<P> {
 
     fn share(&self, parent: VmId, child: VmId) -> Result<(), ForkError> {
         self.platform.share(parent, child)
+    }
+
+    const KEEPS_OLD_PAGES: bool = true;
+
+    fn keep(&self, vm: VmId, backing: Range<Hva>) {
+        let inner = self.inner(backing.start)..self.inner(backing.end);
+        self.platform.keep(vm, inner);
+        self.kept
+            .lock()
+            .unwrap()
+            .entry(vm)
+            .or_default()
+            .push(backing);
     }
 
     fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {

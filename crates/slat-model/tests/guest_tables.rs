@@ -3,7 +3,7 @@
 use slat::format::{Ept5, Npt, Npt5};
 use slat::{Ept, MmuKind};
 use slat_model::Tally;
-use slat_model::guest::{Defect, GuestSubject, OF_CACHES, USUAL};
+use slat_model::guest::{Defect, GuestSubject, OF_CACHES, SavedMmu, USUAL};
 
 /// The number of accesses of one run.
 const RUN: u64 = 2_000;
@@ -49,6 +49,27 @@ fn nested_tables_are_shadowed_beside_the_second_level() {
     for subject in subjects {
         let tally = subject.run_seeds(0..16, RUN);
         assert!(tally.of("stale translation") > 0, "{subject:?}: {tally:?}");
+    }
+}
+
+/// The guest's stores, its MMU's flags, slot changes and invalidations.
+#[test]
+fn a_snapshot_has_each_page_before_it_is_written_through_shadow_pages() {
+    let nested = |mmu| {
+        let make = move |machine: &_| SavedMmu::<Npt>::nested(machine, mmu);
+        GuestSubject::new(format!("nested, {mmu:?}, saved"), make).with_nested_tables()
+    };
+    let subjects = [
+        GuestSubject::new("shadow, saved", SavedMmu::new),
+        nested(MmuKind::Tdp),
+        nested(MmuKind::Direct),
+    ];
+    for subject in subjects {
+        // In the other runs the client writes, too.
+        for seed in (0..16).filter(|seed| seed % 4 != 3) {
+            let tally = subject.run_seed(seed, RUN);
+            assert!(tally.of("access") >= RUN, "{tally:?}");
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use core::ops::Range;
 
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf, all_gfns};
+use crate::old_pages::OldPages;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Place};
 use crate::table::{At, ByGfn, Next, Show, Walk};
@@ -26,10 +27,11 @@ impl core::error::Error for AuditError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that
-    /// * every leaf is within a memslot, and all its frames are private or all are shared; it maps the host frame that
-    ///   backs it, and has no right that the slot lacks;
-    /// * in a slot that logs to a bitmap by write protection, every page of a writable leaf is marked; in a slot that
-    ///   logs by buffers, every dirty page of a writable leaf is marked or in a buffer;
+    /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
+    ///   or shared, and is not writable if the slot is read-only;
+    /// * no page of a slot that logs to a bitmap by write protection, for the client or for readers, is writable
+    ///   without being marked, and no page of a slot that logs by buffers is dirty without being marked or in a buffer;
+    /// * no page of a snapshot that was not given to [`Platform::keep`] is writable;
     /// * no huge leaf is executable with `nx_huge_pages` on;
     /// * every table counts its leaves correctly;
     /// * the indexes of slots by gfn, by backing and by id contain the same slots, and no two slots overlap;
@@ -43,6 +45,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`AuditError`]: the first invariant that does not hold.
     pub fn audit(&self) -> Result<(), AuditError> {
         self.drain_walkers();
+        let old_pages = self.old_pages();
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
             // Take the lock before the reader section begins, because the holder of the lock may be waiting for
@@ -57,7 +60,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 let checked = match change.set().find(at.gfn) {
                     Some(slot) => {
                         let private = change.set().private.around(at.gfn);
-                        self.audit_leaf(slot, private, at, &leaf)
+                        self.audit_leaf(slot, private, at, &leaf, old_pages.as_deref())
                     }
                     None => Err("it is in no memslot".into()),
                 };
@@ -100,14 +103,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Checks `leaf`, found at `at`, which maps a frame of `slot`. `private` tells whether the frame is private, and
-    /// `alike` which frames around it are private, or shared, like it.
+    /// Checks `leaf`, found at `at`, which maps a frame of `slot`. `private`: whether the frame is private; `alike`:
+    /// the frames around it with the same attribute. `old_pages`: the pages of a snapshot.
     fn audit_leaf(
         &self,
         slot: &Memslot,
         (private, alike): (bool, Range<Gfn>),
         at: &At<'_>,
         leaf: &Leaf,
+        old_pages: Option<&OldPages>,
     ) -> Result<(), String> {
         let (gfn, level, gfns) = (at.gfn, at.level, slot.gfns());
         let block = F::GRANULE.block(gfn, level);
@@ -125,6 +129,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         if leaf.memory.combined(limits.memory) != leaf.memory {
             return Err(alloc::format!("it is cached more than {slot:?}"));
+        }
+        let backing = match private {
+            true => slot
+                .private()
+                .ok_or("it is private without private backing")?,
+            false => slot.backing(),
+        };
+        let hva = F::GRANULE.add_pages(backing, gfn.0 - slot.base().0);
+        let hvas = hva..F::GRANULE.add_pages(hva, F::GRANULE.pages(level));
+        if leaf.write && old_pages.is_some_and(|old| !old.has(&hvas)) {
+            return Err("it is writable, but the snapshot does not have all its pages".into());
         }
         let is_unmarked = |log: &DirtyLog| {
             let first = gfn.0 - gfns.start.0;
@@ -151,23 +166,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
             _ => {}
         }
         let mut wrong = None;
-        let backing = match private {
-            true => slot
-                .private()
-                .ok_or("it is private without private backing")?,
-            false => slot.backing(),
-        };
-        let hva = F::GRANULE.add_pages(backing, gfn.0 - slot.base().0);
-        self.platform.resolve_resident(
-            self.id,
-            hva..F::GRANULE.add_pages(hva, F::GRANULE.pages(level)),
-            &mut |run| {
-                let offset = F::GRANULE.pages_between(hva, run.backing);
-                if run.first.pfn != leaf.pfn.add(offset) {
-                    wrong = Some(run.first.pfn);
-                }
-            },
-        );
+        self.platform.resolve_resident(self.id, hvas, &mut |run| {
+            let offset = F::GRANULE.pages_between(hva, run.backing);
+            if run.first.pfn != leaf.pfn.add(offset) {
+                wrong = Some(run.first.pfn);
+            }
+        });
         match wrong {
             Some(pfn) => Err(alloc::format!(
                 "it maps {:?}, but its backing is {pfn:?}",

@@ -162,7 +162,7 @@ impl DirtyLog {
 ///
 /// # Errors
 /// [`OutOfMemory`].
-fn bitmap(words: usize, set: bool) -> Result<Vec<AtomicU64>, OutOfMemory> {
+pub(crate) fn bitmap(words: usize, set: bool) -> Result<Vec<AtomicU64>, OutOfMemory> {
     let mut bits = Vec::new();
     bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
     let word = if set { u64::MAX } else { 0 };
@@ -186,7 +186,7 @@ fn copy_bits(source: &[AtomicU64], target: &[AtomicU64], from: u64, to: u64, pag
 }
 
 /// Returns the words of a bitmap that have bits for `pages`, each with its index and a mask of these bits.
-fn words_of(pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
+pub(crate) fn words_of(pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     (pages.start / 64..pages.end.div_ceil(64)).map(move |word| {
         let first = pages.start.max(word * 64) - word * 64;
         let end = pages.end.min(word * 64 + 64) - word * 64;

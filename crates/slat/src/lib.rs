@@ -83,6 +83,7 @@ mod heap;
 mod loom_tests;
 mod meta_map;
 mod mmu;
+mod old_pages;
 mod platform;
 mod policy;
 mod shadow;
@@ -123,7 +124,8 @@ pub use vcpu::{
 };
 pub use vm::{
     ColdMap, ColdRange, Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRange, DirtyRing,
-    DirtyRingError, Epoch, Invalidation, LogReader, Mapping, MemoryUsage, Promotion, Vm,
+    DirtyRingError, Epoch, Invalidation, LogReader, Mapping, MemoryUsage, Promotion, Snapshot,
+    SnapshotError, Vm,
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 

@@ -235,8 +235,8 @@ pub enum WaitFor {
     /// A vCPU in a reader section that has not yet passed a quiescent point. The value is the token that the reader
     /// passed to [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
     Reader(usize),
-    /// The end of an invalidation of the page on which a vCPU has faulted ([`crate::Vm::invalidate`]), or of another
-    /// thread's replacement of a leaf by break-before-make.
+    /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]), a page that another thread is
+    /// giving to [`Platform::keep`], or a leaf that another thread is replacing by break-before-make.
     Invalidation,
 }
 
@@ -278,6 +278,7 @@ impl Stale {
 /// | `resolve_resident` | yes | none; called by [`Vm::audit`](crate::Vm::audit): slots, a table's | for locks of its own | not the requested pages | no |
 /// | `share` | no | slots | for locks of its own | yes | no |
 /// | `flush` | no | slots | for CPUs in the guest | yes | no |
+/// | `keep` | no | slots | for locks of its own, and for devices of the host | yes | no |
 /// | `drain` | no | none | for CPUs in the guest | yes | yes |
 /// | `wait` | yes | slots; while waiting for a table's lock, also the lock of shadow pages | for a short time: its purpose | no | no |
 /// | `zapped` | yes | slots, a table's | no | no | no |
@@ -431,12 +432,31 @@ pub unsafe trait Platform: Send + Sync + 'static {
         Err(ForkError::Unsupported)
     }
 
-    /// Flushes the TLBs: when this returns, no *hardware* walker uses an old translation of `range` of `vm`. Use
-    /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. The engine relies on this. A zapped huge leaf
-    /// may also map frames outside `range`: walkers must not use the leaf for these frames, either. `stale` says which
-    /// entries have to be flushed; a platform may ignore it and flush everything in the range. In a VM that has
-    /// shadowed tables of the guest, the range is always all frames, because a TLB then caches translations by virtual
-    /// address, or by the address of a nested guest.
+    /// Whether the engine calls [`keep`](Self::keep). If not, [`Vm::begin_snapshot`](crate::Vm::begin_snapshot) is
+    /// refused, and nothing else costs anything.
+    const KEEPS_OLD_PAGES: bool = false;
+
+    /// Keeps the contents of the pages `backing`, in slots of `vm`, for the snapshot in progress
+    /// ([`Vm::begin_snapshot`](crate::Vm::begin_snapshot)): copies them, or writes them to a file. When this returns,
+    /// the guest may write to them. Called once for each page of a snapshot, by several threads at once, for different
+    /// pages: by a vCPU that is about to write, by [`Snapshot::keep_next`](crate::Snapshot::keep_next), and by an
+    /// operation after which the host may reclaim the pages.
+    ///
+    /// The pages need not be resident, and may be holes of the host's mapping, or a device's registers, if the slot's
+    /// are. Whether such pages belong to a snapshot is the platform's decision.
+    ///
+    /// A vCPU, an invalidation or a slot change waits for this method: it must not wait for one of these, nor
+    /// for a flush. An invalidation that [`resolve`](Self::resolve) begins may call it.
+    fn keep(&self, vm: VmId, backing: Range<Hva>) {
+        let _ = (vm, backing);
+    }
+
+    /// Flushes: when this returns, no *hardware* walker uses an old translation of `range` of `vm`. Use INVEPT, TLBI or
+    /// HFENCE on every CPU that may be running the guest. This is a contract, not a hint. A zapped huge leaf may reach
+    /// beyond `range`: walkers must not use it outside `range` either. `stale` says which entries have to be flushed; a
+    /// platform may ignore it and flush everything in the range. In a VM that has shadowed tables of the guest, the
+    /// range is always all frames, because a TLB then caches translations by virtual address, or by the address of a
+    /// nested guest.
     ///
     /// When the method returns, the following is true for each CPU that may run the guest:
     /// - its TLB has no leaves of the range, of any size, including those that the TLB has combined with the guest's

@@ -48,6 +48,12 @@ unsafe impl Platform for Spared {
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
         FailingHeap::spared(|| self.0.flush(vm, range, stale));
     }
+    const KEEPS_OLD_PAGES: bool = true;
+
+    fn keep(&self, vm: VmId, backing: Range<Hva>) {
+        FailingHeap::spared(|| self.0.keep(vm, backing));
+    }
+
     fn wait(&self, _: u32, what: WaitFor) {
         panic!("one thread waits for {what:?}");
     }
@@ -401,6 +407,51 @@ fn a_reader_of_the_logs_without_heap_memory_is_not_made() {
         }
     }
     assert!(refused > 8, "{refused} allocations of a reader");
+}
+
+/// A snapshot needs a list of the slots' memory, and a record of its pages.
+fn a_snapshot_without_heap_memory<F: Format>() {
+    let mut refused = 0;
+    for n in 0.. {
+        let platform = SimPlatform::new(PAGES);
+        let vm = vm::<F>(&platform);
+        let writable = |gfn| vm.lookup(0, Gfn(gfn)).is_some_and(|page| page.rights.write);
+        let before = see(&vm);
+        let (first, failed) = FailingHeap::failing(n, false, || vm.begin_snapshot());
+        assert_eq!(first.is_err(), failed, "allocation {n}");
+        // If it was refused, the pages that were writable still are.
+        assert_eq!([3, 600].map(writable), [failed; 2], "allocation {n}");
+        assert_eq!(see(&vm), before, "allocation {n}");
+        refused += u32::from(failed);
+        drop(first);
+        let snapshot = vm.begin_snapshot().unwrap();
+        let pages = snapshot.pages_left();
+        touch(&vm, 3);
+        // To give the platform pages takes no heap memory.
+        let invalidated = HostMemory::hva(600)..HostMemory::hva(602);
+        let invalidate = || drop(vm.invalidate(invalidated));
+        assert_eq!(FailingHeap::failing(0, true, invalidate), ((), false));
+        vm.remove_memory_region(0, 1).unwrap();
+        assert_eq!(snapshot.pages_left(), pages - 1 - 2 - 512);
+        while snapshot.keep_next(u64::MAX) > 0 {}
+        let kept = platform.take_kept(vm.id());
+        let kept = kept.iter().map(|range| (range.end.0 - range.start.0) >> 12);
+        assert_eq!(kept.sum::<u64>(), pages);
+        drop(snapshot);
+        vm.audit().unwrap();
+        drop(vm);
+        platform.check();
+        if !failed {
+            break;
+        }
+    }
+    assert!(refused > 4, "{refused} allocations of a snapshot");
+}
+
+#[test]
+fn a_snapshot_without_heap_memory_is_not_begun() {
+    a_snapshot_without_heap_memory::<Ept>();
+    a_snapshot_without_heap_memory::<Stage2<48, true>>();
 }
 
 /// The slot's dirty bits are noted before the move allocates the memory for the slot's new position.

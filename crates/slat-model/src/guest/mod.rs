@@ -31,8 +31,8 @@
 //! | `memory`, `flushes` | the earlier values of memory, and the flushes of a vCPU |
 //! | `search`, `oracle` | the outcomes that this history allows |
 //! | `layout`, `ops`, `generator`, `runner`, `trial` | operations, and runs of them |
-//! | `engine`, `shadow` | the engine as a guest MMU: a walk for each access, and its shadow MMU |
-//! | `caches`, `caching`, `defects` | MMUs that test the judge |
+//! | `engine`, `shadow`, `saved` | the engine as a guest MMU: a walk for each access, its shadow MMU, and the same while the VM is saved |
+//! | `caches`, `caching`, `defects` | MMUs to try the judge with |
 
 mod caches;
 mod caching;
@@ -49,6 +49,7 @@ mod oracle;
 mod ram;
 mod registers;
 mod runner;
+mod saved;
 mod search;
 mod shadow;
 mod trial;
@@ -60,6 +61,7 @@ pub use mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 pub use ram::{GuestMachine, GuestRam};
 pub use registers::*;
 pub use runner::{OF_CACHES, USUAL};
+pub use saved::SavedMmu;
 pub use shadow::ShadowMmu;
 pub use trial::{GuestFailure, GuestSubject};
 

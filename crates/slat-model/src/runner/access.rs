@@ -102,10 +102,12 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let was_full = self.is_ring_full(i);
         let copies = access == Access::Write && self.is_shared(i, gfn);
         let known = self.look_up(i, gfn);
+        let saved = self.kept_level(i, gfn, access, Level::GIGA);
         let answer = self.insist(i, |runner| runner.cpus[i].vcpu.translate(Gpa(gpa), access));
         let did = self.cpus[i].vcpu.stats().since(&before);
         let now = self.look_up(i, gfn);
         self.cpus[i].vcpu.leave();
+        self.tally_kept("page kept before a write");
         self.check_known(gpa, access, known, &answer, did.pf_taken);
         self.check_now(gpa, access, now, &answer);
         if self.accessed.len() == ACCESSED {
@@ -132,7 +134,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                         false => Level::PAGE,
                     };
                     assert_eq!(
-                        translation.level, level,
+                        translation.level,
+                        level.min(saved),
                         "{access:?} at {gpa:#x}: {translation:?}"
                     );
                 }
@@ -594,6 +597,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 false => gfn..gfn + 1,
             };
             assert!(gfns.all(|gfn| model.may_write(machine, gfn)), "{}", at());
+        }
+        if translation.write {
+            let pages = F::GRANULE.pages(translation.level);
+            let first = slot.host_page(gfn) & !(pages - 1);
+            let pages = if fits {
+                first..first + pages
+            } else {
+                slot.host_page(gfn)..slot.host_page(gfn) + 1
+            };
+            self.check_saved(pages, || format!("writable by {}", at()));
         }
         let executable = is_executable(&page);
         let huge = translation.level > Level::PAGE;

@@ -22,6 +22,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             .expect("a page is in a slot");
         let page = slot.host_page(gfn);
         if access == Access::Write {
+            self.check_saved([page], || "written".into());
             let word = (self.vm.id().0 << 32) | (self.ops as u64 + 1);
             self.machine.store(frame, word);
             self.memory.insert(page, word);

@@ -27,7 +27,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         did: &Stats,
         translation: &Translation,
     ) {
-        let reads = self.logs_reads();
+        let (reads, saving) = (self.logs_reads(), self.is_saving());
         let model = &mut self.models[self.cpus[i].space];
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
@@ -41,7 +41,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             let own = !self.machine.is_shared(slot.host_page(gfn));
             let writable = slot.is_writable() && own && page.is_some_and(|page| page.writable);
             if installed && !to_ring {
-                let wanted = reads && writable;
+                let wanted = reads && writable && !saving;
                 assert_eq!(
                     translation.write, wanted,
                     "{access:?} at frame {gfn:#x} of a slot that logs: {translation:?}"

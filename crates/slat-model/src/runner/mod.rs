@@ -5,6 +5,7 @@ mod cold;
 mod contents;
 mod family;
 mod logs;
+mod snapshots;
 mod walker;
 
 pub use family::Family;
@@ -31,6 +32,7 @@ use crate::tlb::Tlb;
 use crate::watched::Watched;
 use cold::Cold;
 use contents::Contents;
+use snapshots::Saving;
 
 /// A vCPU, with the translations that it remembers, like a TLB.
 struct Cpu<P: Platform, F: Format> {
@@ -85,6 +87,7 @@ pub struct Runner<M: Machine, F: Format> {
     cold: Cold,
     promotion: Promotion,
     memory: Contents,
+    saving: Option<Saving<M, F>>,
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -155,6 +158,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             cold,
             promotion: Promotion::default(),
             memory: Contents::new(),
+            saving: None,
         };
         for i in 0..VCPUS {
             let cpu = runner.new_cpu(i);
@@ -207,6 +211,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         if let Some(why) = self.platform.stale() {
             panic!("after {op:?}: {why}");
         }
+        self.check_saved([], String::new);
         self.ops += 1;
         self.check_usage();
         self.look_up_some_frames();
@@ -257,6 +262,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 let guard = vm.invalidate(Self::hvas(pages));
                 let gone = self.check_backing(pages);
                 gone.unwrap_or_else(|why| panic!("during {op:?}: {why}"));
+                self.tally_kept("page kept before it was taken away");
+                self.check_saved(pages.clone(), || "invalidated".into());
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
@@ -317,6 +324,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Op::FailAllocation(n) => {
                 self.platform.fail_allocation(*n, false);
             }
+            Op::BeginSnapshot => self.begin_snapshot(),
+            Op::KeepNext(most) => self.keep_next(*most),
+            Op::EndSnapshot { whole } => self.end_snapshot(*whole),
             Op::Fork | Op::Turn(_) | Op::End => unreachable!("operations on several VMs"),
         }
     }
@@ -380,7 +390,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let old = self
             .models
             .get(space)
-            .and_then(|m| m.slots.get(&region.slot));
+            .and_then(|m| m.slots.get(&region.slot).copied());
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let begins_or_ends =
             old.is_some_and(|old| old.logs() != logs && old.region(region.slot).gpa == region.gpa);
@@ -392,6 +402,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             _ => Vec::new(),
         };
+        let deleted = old.filter(|_| region.size == 0);
         let collapses = self.vm.stats().collapses;
         let answer = set_region(&self.vm, space, region);
         if answer == Err(RegionError::OutOfMemory) {
@@ -408,6 +419,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Ok(()) => "slot set",
             Err(_) => "slot refused",
         });
+        if let Some(slot) = deleted.filter(|_| errno.is_ok()) {
+            let pages = (slot.base..slot.base + slot.pages).map(|gfn| slot.host_page(gfn));
+            self.check_saved(pages, || format!("in slot {}, deleted", region.slot));
+        }
         if errno.is_ok() && !kept.is_empty() {
             let split = !self.models[0].mode.initially_set || self.models[0].mode.rings;
             self.check_still_mapped(&kept, split && logs);
@@ -444,6 +459,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Ok(()) => "several slots set",
             Err(_) => "several slots refused",
         });
+        for slot in before.slots.values() {
+            let gone = (slot.base..slot.base + slot.pages).filter(|gfn| {
+                let new = after.slot_at(*gfn);
+                new.is_none_or(|(_, new)| new.host_page(*gfn) != slot.host_page(*gfn))
+            });
+            let pages = gone.map(|gfn| slot.host_page(gfn)).collect::<Vec<_>>();
+            if errno.is_ok() {
+                self.check_saved(pages, || format!("in {slot:?}, changed"));
+            }
+        }
         self.models[space] = after;
         self.split_kept(space);
         if !known.is_empty() {
@@ -610,6 +635,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
 
     /// Ends the VM, and checks that every table frame was freed. Returns the tally.
     pub fn finish(mut self) -> Tally {
+        self.end_snapshot(true);
         self.check();
         self.check_frames().unwrap_or_else(|why| panic!("{why}"));
         let (machine, platform) = (self.machine.clone(), self.platform.clone());

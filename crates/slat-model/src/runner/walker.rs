@@ -29,6 +29,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
             panic!("a walker may write to frame {gfn:#x}: {leaf:?}, expected {expected:?}");
         };
         assert_eq!(leaf.pfn.add(gfn & (F::GRANULE.pages(level) - 1)), page.pfn);
+        let host = self.models[space]
+            .slot_at(gfn)
+            .map(|(_, slot)| slot.host_page(gfn));
+        self.check_saved(host, || format!("writable by a walker: {leaf:?}"));
         let is_logged = F::SETS_DIRTY && !leaf.dirty;
         let full = is_logged.then(|| self.platform.buffers.take_full(i));
         let full = full.flatten();

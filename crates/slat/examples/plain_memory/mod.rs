@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slat::{
     ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MetaMap, PAGE_SIZE, Pfn, Platform,
@@ -35,6 +35,8 @@ pub struct PlainMemory {
     backing: Box<[AtomicU64]>,
     /// The contents of reclaimed pages, by the number of the backing page.
     pub swapped: Mutex<BTreeMap<u64, Content>>,
+    /// The pages that were kept for a snapshot, by the number of the backing page.
+    saved: Mutex<BTreeMap<u64, Content>>,
     /// The engine's metadata of the frames that hold tables, like `struct page` in Linux.
     metas: MetaMap,
     /// Number of flushes so far.
@@ -52,6 +54,7 @@ impl PlainMemory {
             frames: (0..frames).map(frame).collect(),
             backing: (0..pages).map(|_| AtomicU64::new(0)).collect(),
             swapped: Mutex::default(),
+            saved: Mutex::default(),
             metas: MetaMap::new(),
             flushes: AtomicU64::new(0),
         };
@@ -80,6 +83,11 @@ impl PlainMemory {
     /// Frees a frame that nothing refers to any more.
     pub fn free(&self, frame: Pfn) {
         self.frame(frame).used.store(false, Release);
+    }
+
+    /// Returns the pages that were kept for a snapshot, by the number of the backing page.
+    pub fn saved(&self) -> MutexGuard<'_, BTreeMap<u64, Content>> {
+        self.saved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn frame(&self, frame: Pfn) -> &Frame {
@@ -185,6 +193,21 @@ unsafe impl Platform for PlainMemory {
                     first,
                 });
             }
+        }
+    }
+
+    const KEEPS_OLD_PAGES: bool = true;
+
+    fn keep(&self, _: VmId, backing: Range<Hva>) {
+        for at in (backing.start.0..backing.end.0).step_by(PAGE_SIZE as usize) {
+            let mut copy: Content = Box::new([0; ENTRIES]);
+            if let Some(frame) = self.resident(Hva(at)) {
+                for (to, word) in copy.iter_mut().zip(&self.frame(frame).page.0) {
+                    *to = word.load(Relaxed);
+                }
+            }
+            let before = self.saved().insert(at / PAGE_SIZE, copy);
+            assert!(before.is_none(), "each page is kept once");
         }
     }
 

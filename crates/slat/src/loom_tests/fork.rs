@@ -66,8 +66,8 @@ fn parent(flags: crate::SlotFlags) -> Arc<SmallVm> {
     vm
 }
 
-/// Writes `value` to page `page`, like a guest.
-fn write(vcpu: &mut SmallVcpu, page: u64, value: u64) {
+/// Writes `value` to page `page` by a translation that the vCPU may still use, or by a new one.
+pub(super) fn write(vcpu: &mut SmallVcpu, page: u64, value: u64) {
     if vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
         vcpu.quiesce();
     }

@@ -23,6 +23,7 @@ mod promote;
 mod readers;
 mod shadow;
 mod slots;
+mod snapshot;
 mod tables;
 mod vmids;
 
@@ -190,6 +191,7 @@ struct Machine {
     pages: Vec<Page>,
     /// The pages that a VM and its clone share.
     sharing: fork::Sharing,
+    kept: snapshot::Kept,
 }
 
 impl Machine {
@@ -207,6 +209,7 @@ impl Machine {
             mapped: Mutex::new((0..Self::PAGES).map(mapped).collect()),
             pages: (0..Self::PAGES).map(page).collect(),
             sharing: fork::Sharing::default(),
+            kept: snapshot::Kept::default(),
         })
     }
 
@@ -308,6 +311,12 @@ unsafe impl Platform for Machine {
                 first: self.backs(vm, page),
             });
         }
+    }
+
+    const KEEPS_OLD_PAGES: bool = true;
+
+    fn keep(&self, vm: VmId, backing: Range<Hva>) {
+        self.kept.keep(self, vm, backing);
     }
 
     fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {}

@@ -58,9 +58,9 @@
 //! and that of the first write to each GiB also protects a table of 512 entries. Without hierarchical protection this
 //! work would be done for every table when logging starts; with it, only for tables below which the guest writes.
 //!
-//! Hierarchical protection is used only in trees of formats with [`Format::TABLE_WRITE`], and for logs that work by
-//! write protection. (Dirty bits cannot be cleared through higher entries.) The MMUs of shadow pages find leaves by
-//! their lists, and protect each leaf.
+//! Hierarchical protection is for trees of second-level formats with [`Format::TABLE_WRITE`], for logs that work by
+//! write protection, and for snapshots. Dirty bits cannot be cleared from above. The MMUs of shadow pages find leaves by their own lists,
+//! and protect each leaf.
 
 use core::ops::Range;
 

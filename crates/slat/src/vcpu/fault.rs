@@ -3,14 +3,15 @@
 //! A [`Fault`] is one attempt to do this. It has five steps, which store their results in its fields. Each step may use
 //! the results of earlier steps:
 //!
-//! 1. [`Fault::find_slot`]: finds the memslot that contains the frame;
-//! 2. [`Fault::find_page`]: finds the host page that backs the frame. The vCPU leaves its reader section to ask the
-//!    platform for this page;
-//! 3. [`Fault::choose_leaf`]: chooses the largest leaf level that slot, memory attributes, alignment, host mapping,
-//!    dirty log and NX allow;
-//! 4. [`Fault::install`]: stores the leaf under the lock of the table that receives it, if the slot and the host page
+//! 1. [`Fault::find_slot`]: the memslot that holds the frame;
+//! 2. [`Fault::find_page`]: the host page that backs the frame. The vCPU leaves its reader section to ask the platform
+//!    for it;
+//! 3. [`Fault::keep_old_page`]: before a write to a page that a snapshot does not have yet;
+//! 4. [`Fault::choose_leaf`]: the largest level that slot, attributes, alignment, host mapping, snapshot, dirty log and
+//!    NX allow;
+//! 5. [`Fault::install`]: stores the leaf under the lock of the table that receives it, if the slot and the host page
 //!    are still current at that time ([`crate::vm::InProgress`]);
-//! 5. [`Fault::prefetch`]: maps the pages around the page ([`super::prefetch`]).
+//! 6. [`Fault::prefetch`]: maps the pages around the page ([`super::prefetch`]).
 //!
 //! A step returns a [`Next`] if the fault cannot continue with the next step. [`Vcpu::until_allowed`] repeats attempts.
 //! If the tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes this obstacle.
@@ -77,7 +78,9 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) page: Option<HostPage>,
     /// Whether the host page was taken from an existing leaf, without asking the host.
     pub(super) fast: bool,
-    /// The level of the leaf to install.
+    /// The largest level of a leaf for a write: if there is a snapshot, the snapshot has all pages of that leaf.
+    pub(super) largest: Level,
+    /// The level of the leaf.
     pub(super) level: Level,
     /// Whether the leaf to install is of level 1 only because of the policy `nx_huge_pages`.
     pub(super) nx_split: bool,
@@ -162,6 +165,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             slot: None,
             page: None,
             fast: false,
+            largest: F::MAX_LEAF,
             level: Level::PAGE,
             nx_split: false,
             is_new: false,
@@ -195,6 +199,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
     pub(super) fn attempt(&mut self) -> Result<Translation, Next> {
         self.find_slot()?;
         self.find_page()?;
+        self.keep_old_page()?;
         let leaf = self.choose_leaf();
         self.install(leaf)?;
         self.prefetch();

@@ -147,16 +147,67 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
     }
 
-    /// Chooses the level of the leaf to install, and returns the leaf. With the policy `dirty_log_reads`, a read maps
-    /// and logs the page like a write, so that a later write needs no fault. But if the dirty ring is full, a read maps
-    /// the page without the right to write, and a later write stops with [`Stop::DirtyRingFull`].
+    /// Before a write to a page that a snapshot does not have yet, gives the platform the page ([`crate::vm`],
+    /// *snapshot*).
+    ///
+    /// # Errors
+    /// [`Next`].
+    #[inline(always)]
+    pub(super) fn keep_old_page(&mut self) -> Result<(), Next> {
+        match self.access == Access::Write && self.vcpu.vm().is_saving(self.sequence) {
+            true => self.give_old_page(),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives the platform the page, if the snapshot in progress does not have it yet, and finds the largest leaf all of
+    /// whose pages the snapshot has.
+    ///
+    /// # Errors
+    /// [`Next`].
+    #[cold]
+    fn give_old_page(&mut self) -> Result<(), Next> {
+        let gfn = self.gfn();
+        let (slot, page) = (self.slot.as_ref().expect(FILLED), self.page.expect(FILLED));
+        let vm = self.vcpu.vm();
+        // `None`: the snapshot has ended, and with it the sequence.
+        let old = vm.old_pages().ok_or(Next::Again)?;
+        let hvas = slot.hvas::<F>(gfn, Level::PAGE);
+        let mut level = page.level.min(F::MAX_LEAF);
+        while level > Level::PAGE {
+            let block = F::GRANULE.block(gfn, level);
+            let inside = slot.gfns.start <= block.start && block.end <= slot.gfns.end;
+            if inside && old.has(&slot.hvas::<F>(gfn, level)) {
+                break;
+            }
+            level = level.below();
+        }
+        if level == Level::PAGE && !old.has(&hvas) {
+            if vm.in_progress.covers(&hvas) {
+                // The host may be changing the page: the invalidation may have begun before the snapshot.
+                return Err(self.stale(Level::PAGE));
+            }
+            (self.vcpu).outside(|vcpu| old.give(&hvas, &*vcpu.vm().platform));
+            if !old.has(&hvas) {
+                return Err(self.wait_while(|_| !old.has(&hvas)));
+            }
+        }
+        self.largest = level;
+        Ok(())
+    }
+
+    /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
+    /// page like a write, so that the log contains the page and the write that follows needs no fault. If the ring is
+    /// full, the page is mapped for reading only; a write to it then stops with
+    /// [`Stop::DirtyRingFull`].
     #[inline(always)]
     pub(super) fn choose_leaf(&mut self) -> Leaf {
         let (gfn, trail) = (self.gfn(), self.trail());
         let (slot, page) = (self.slot.as_ref().expect(FILLED), self.page.expect(FILLED));
         let vm = self.vcpu.vm();
         if slot.log.is_none() {
-            let largest = trail.map_or(page.level, |trail| trail.leaf_level().min(page.level));
+            let largest = page.level.min(self.largest);
+            let largest = trail.map_or(largest, |trail| trail.leaf_level().min(largest));
             self.level = vm.fitting_level(&slot.gfns, gfn, page.pfn, largest);
             if self.level > Level::PAGE {
                 self.level = self.vcpu.tables().mappable_level(gfn, self.level);
@@ -170,11 +221,13 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
         let logs_read =
             slot.log.is_some() && vm.policy.logs_reads::<F>() && !is_log_full(self.vcpu, slot);
-        let access = match logs_read {
+        let is_saving = vm.is_saving(self.sequence);
+        let access = match logs_read && !is_saving {
             true => Access::Write,
             false => self.access,
         };
-        let leaf = vm.leaf_at(slot.leaf(&page, access, trail), self.level);
+        let leaf = slot.leaf(&page, access, trail, is_saving);
+        let leaf = vm.leaf_at(leaf, self.level);
         if self.nx_split && !vm.policy.nx_huge_pages_split().is_on() {
             self.zap_huge();
         }

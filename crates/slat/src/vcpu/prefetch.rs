@@ -233,7 +233,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 let trail = trail.as_ref();
                 let leaf = Leaf {
                     accessed: false,
-                    ..slot.leaf(&run.first, Access::Read, trail)
+                    ..slot.leaf(&run.first, Access::Read, trail, vm.is_saving(sequence))
                 };
                 let mut target = Target::new(cursor.after(page), trail);
                 let mapped =
@@ -412,7 +412,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let valid = || vm.in_progress.holds(sequence, &backing);
                     let leaf = Leaf {
                         accessed: false,
-                        ..vm.leaf_at(slot.leaf(&first, Access::Read, None), level)
+                        ..vm.leaf_at(
+                            slot.leaf(&first, Access::Read, None, vm.is_saving(sequence)),
+                            level,
+                        )
                     };
                     let mut target = Target::new(cursor.after(start.0 - gfn.0), None);
                     let mapped = tables.map_absent(&mut target, level, leaves, leaf, path, valid);

@@ -93,11 +93,18 @@ impl SlotFacts {
         self.log.is_some_and(|log| !log.protects())
     }
 
-    /// Returns the leaf for the page `host` of the slot, for `access`. In a shadow page, `trail` is the path through
-    /// the guest's tables, which limits the leaf's rights.
+    /// Returns the leaf for the page `host` of the slot, for an access now or later. `trail`: the path to the leaf
+    /// through the guest's tables, which limit its rights. `is_saving`: there is a snapshot, so only a write makes a
+    /// page writable.
     #[inline(always)]
-    pub(super) fn leaf(&self, host: &HostPage, access: Access, trail: Option<&Trail>) -> Leaf {
-        let protects = self.protects(trail.is_some());
+    pub(super) fn leaf(
+        &self,
+        host: &HostPage,
+        access: Access,
+        trail: Option<&Trail>,
+        is_saving: bool,
+    ) -> Leaf {
+        let protects = is_saving || self.protects(trail.is_some());
         let leaf = leaf_of(host, self.limits, protects, access);
         match trail {
             None => leaf,

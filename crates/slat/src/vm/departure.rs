@@ -261,6 +261,11 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
         if self.noted || self.copies || self.begins_buffers {
             self.op.wait_for_readers();
         }
+        let (vm, change) = (self.vm, &self.change);
+        if vm.is_saving(vm.in_progress.sequence()) {
+            (self.op)
+                .outside(|| (change.replaced()).for_each(|old| keep_gone(vm, old, change.set())));
+        }
         if self.copies {
             for old in self.change.replaced() {
                 each_part(old, self.change.set(), |part| {
@@ -289,7 +294,18 @@ fn each_part(old: &Memslot, set: &SlotSet, mut visit: impl FnMut(&Part<'_>)) {
     });
 }
 
-/// Returns the total number of [`Part::edges`] of the parts of `set`'s slots that stay when `edits` are made.
+/// Gives the platform the pages of `old`, a slot that was replaced, that are in no part that slots of `set` have in
+/// common with it ([`super::snapshot`]).
+fn keep_gone<P: Platform, F: Format>(vm: &Vm<P, F>, old: &Memslot, set: &SlotSet) {
+    let mut at = old.gfns().start;
+    each_part(old, set, |part| {
+        vm.keep_old_pages_of(old, &(at..part.gfns.start));
+        at = part.gfns.end;
+    });
+    vm.keep_old_pages_of(old, &(at..old.gfns().end));
+}
+
+/// Returns the number of edges inside slots of `set` of the parts that stay when `edits` are made.
 fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
     let mut edges = 0;
     for new in edits.iter().filter_map(|edit| edit.new.as_deref()) {

@@ -90,15 +90,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         .map_err(|_| OutOfMemory)?;
         child.mmio_entries = parent.mmio_entries;
         child.log_mode.copy(&parent.log_mode);
-        // Take the locks always in this order, as conversions do.
-        let mut slots = Vec::new();
-        (slots.try_reserve_exact(parent.spaces.len())).map_err(|_| OutOfMemory)?;
-        slots.extend((parent.spaces.iter()).map(|space| space.slots.change(parent.turn_wait())));
-        let mut round = 0;
-        while parent.in_progress.is_converting() {
-            parent.turn_wait()(round);
-            round += 1;
-        }
+        let slots = parent.stop_changes()?;
         for (space, slots) in slots.iter().enumerate() {
             child.copy_slots(space, slots)?;
         }
@@ -118,8 +110,25 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(child)
     }
 
-    /// Gives address space `space` of a new VM the memslots of `parent`, and the parent's private frames
-    /// (KVM_MEMORY_ATTRIBUTE_PRIVATE).
+    /// Takes the slot writers' locks of all address spaces, and waits for a conversion that is still zapping.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(super) fn stop_changes(&self) -> Result<Vec<SlotsChange<'_>>, OutOfMemory> {
+        let mut slots = Vec::new();
+        (slots.try_reserve_exact(self.spaces.len())).map_err(|_| OutOfMemory)?;
+        // Always in this order, as conversions do.
+        slots.extend((self.spaces.iter()).map(|space| space.slots.change(self.turn_wait())));
+        let mut round = 0;
+        while self.in_progress.is_converting() {
+            self.turn_wait()(round);
+            round += 1;
+        }
+        Ok(slots)
+    }
+
+    /// Gives address space `space` of a new VM the memslots of `parent`, and its set of private frames: guest frames
+    /// that `KVM_MEMORY_ATTRIBUTE_PRIVATE` makes private.
     ///
     /// # Errors
     /// [`OutOfMemory`].

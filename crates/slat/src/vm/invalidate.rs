@@ -43,10 +43,20 @@ use crate::trace::Event;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence(u64);
 
-/// The invalidation sequence of a VM, and its invalidations and slot changes in progress.
+impl Sequence {
+    /// The bit that says that there is a snapshot ([`super::snapshot`]).
+    const SNAPSHOT: u64 = 1;
+
+    #[inline(always)]
+    pub(super) fn is_of_snapshot(self) -> bool {
+        self.0 & Self::SNAPSHOT != 0
+    }
+}
+
+/// The invalidation sequence of a VM, and its invalidations in progress.
 pub(crate) struct InProgress {
     sequence: AtomicU64,
-    /// The number of invalidations in progress.
+    /// The number of invalidations in progress, by [`Generation`].
     count: AtomicUsize,
     /// The number of slots that are being deleted or moved and whose old leaves may not be zapped yet.
     leaving: AtomicUsize,
@@ -64,7 +74,7 @@ pub(crate) struct InProgress {
 struct Hull {
     start: AtomicU64,
     end: AtomicU64,
-    writer: SpinLock<()>,
+    writer: SpinLock<Generation>,
 }
 
 impl Hull {
@@ -74,7 +84,7 @@ impl Hull {
         Hull {
             start: AtomicU64::new(Self::NONE.start.0),
             end: AtomicU64::new(Self::NONE.end.0),
-            writer: SpinLock::new(()),
+            writer: SpinLock::new(Generation::Even),
         }
     }
 
@@ -98,6 +108,38 @@ impl Hull {
     fn close(&self) {
         self.start.store(Self::NONE.start.0, SeqCst);
         self.end.store(Self::NONE.end.0, SeqCst);
+    }
+}
+
+/// The invalidations that began before a snapshot, or those that began after it. Each generation is counted in one half
+/// of [`InProgress::count`].
+#[derive(Clone, Copy)]
+pub(super) enum Generation {
+    Even,
+    Odd,
+}
+
+impl Generation {
+    const HALF: u32 = usize::BITS / 2;
+
+    fn other(self) -> Self {
+        match self {
+            Generation::Even => Generation::Odd,
+            Generation::Odd => Generation::Even,
+        }
+    }
+
+    /// Returns the count of one invalidation.
+    fn one(self) -> usize {
+        match self {
+            Generation::Even => 1,
+            Generation::Odd => 1 << Self::HALF,
+        }
+    }
+
+    /// Returns the bits that count the generation.
+    fn mask(self) -> usize {
+        ((1 << Self::HALF) - 1) * self.one()
     }
 }
 
@@ -139,7 +181,13 @@ impl InProgress {
 
     /// Raises the invalidation sequence, so that a fault that read the old value installs no leaf.
     pub(crate) fn raise(&self) {
-        self.sequence.fetch_add(1, SeqCst);
+        self.sequence.fetch_add(2 * Sequence::SNAPSHOT, SeqCst);
+    }
+
+    /// Raises the invalidation sequence like [`Self::raise`]. If it does not say that there is a snapshot, makes it say
+    /// so; otherwise, makes it not say so any more.
+    pub(super) fn turn_snapshot(&self) {
+        self.sequence.fetch_add(Sequence::SNAPSHOT, SeqCst);
     }
 
     /// Call before deleting or moving a slot. Drop the guard when the leaves of the old range are zapped and a flush
@@ -187,18 +235,36 @@ impl InProgress {
         }
     }
 
-    /// Begins an invalidation of `range`.
-    fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) {
-        let _writer = self.hull.writer.lock(wait);
+    /// Begins an invalidation of `range`. Returns its generation.
+    fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) -> Generation {
+        let generation = self.hull.writer.lock(wait);
         self.hull.grow(range);
-        self.count.fetch_add(1, SeqCst);
+        self.count.fetch_add(generation.one(), SeqCst);
+        *generation
     }
 
-    /// Ends an invalidation.
-    fn end(&self, wait: impl FnMut(u32)) {
+    /// Ends an invalidation of `generation`.
+    fn end(&self, generation: Generation, wait: impl FnMut(u32)) {
         let _writer = self.hull.writer.lock(wait);
-        if self.count.fetch_sub(1, SeqCst) == 1 {
+        if self.count.fetch_sub(generation.one(), SeqCst) == generation.one() {
             self.hull.close();
+        }
+    }
+
+    /// Makes all invalidations that begin from now on another generation than those that have begun, which must have
+    /// ended before the next call. Returns the generation of the latter, for [`Self::wait_for`].
+    pub(super) fn next_generation(&self, wait: impl FnMut(u32)) -> Generation {
+        let mut generation = self.hull.writer.lock(wait);
+        let other = generation.other();
+        core::mem::replace(&mut *generation, other)
+    }
+
+    /// Waits until all invalidations of `generation` have ended.
+    pub(super) fn wait_for(&self, generation: Generation, mut wait: impl FnMut(u32)) {
+        let mut round = 0;
+        while self.count.load(SeqCst) & generation.mask() != 0 {
+            wait(round);
+            round += 1;
         }
     }
 }
@@ -225,7 +291,8 @@ impl Drop for Counted<'_> {
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     range: Range<Hva>,
-    /// Whether a memslot used the range at the beginning.
+    generation: Generation,
+    /// Whether a memslot used the range at the begin.
     used: bool,
 }
 
@@ -247,15 +314,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// ```
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
         self.platform.trace(Event::UnmapHvaRange(range.clone()));
-        self.in_progress.begin(&range, self.lock_wait());
+        let generation = self.in_progress.begin(&range, self.lock_wait());
         let mut used = false;
         for space in &self.spaces {
             self.zap_backed_by(space, &range, &mut used);
         }
         self.flush_leaving_slots();
+        // The host may change the pages now.
+        self.keep_old_pages(range.clone());
         Invalidation {
             vm: self,
             range,
+            generation,
             used,
         }
     }
@@ -264,11 +334,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// installs a leaf: faults wait. Pages that faults have looked up before are not installed later, either.
     pub(super) fn suspend_faults(&self) -> Invalidation<'_, P, F> {
         let range = Hva(0)..Hva(u64::MAX);
-        self.in_progress.begin(&range, self.lock_wait());
+        let generation = self.in_progress.begin(&range, self.lock_wait());
         self.in_progress.raise();
         Invalidation {
             vm: self,
             range,
+            generation,
             used: true,
         }
     }
@@ -381,7 +452,7 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
             // Then the change that deletes or moves it raises the sequence: wait for this.
             vm.in_progress.wait_for_leaving_slots(vm.turn_wait());
         }
-        vm.in_progress.end(vm.lock_wait());
+        vm.in_progress.end(self.generation, vm.lock_wait());
     }
 }
 
@@ -412,12 +483,12 @@ mod tests {
                 }
             });
             for _ in 0..ROUNDS {
-                in_progress.begin(&range, wait);
+                let generation = in_progress.begin(&range, wait);
                 in_progress.raise();
                 *entry.lock(wait) = NOTHING;
                 let page = host.fetch_add(1, SeqCst) + 1;
                 in_progress.raise();
-                in_progress.end(wait);
+                in_progress.end(generation, wait);
                 let entry = *entry.lock(wait);
                 if entry != NOTHING && entry != page {
                     // Make the other thread end before this one panics, because the scope waits for that thread.

@@ -1,7 +1,7 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! Each mechanism has its file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`],
+//! Each mechanism has a file: [`region`] (slot changes), [`fork`] (clones), [`snapshot`], [`invalidate`], [`dirty`], [`drain`],
 //! [`ring`] and [`log_reader`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`]
 //! and [`cold`]. [`leaf`] decides which leaf a page gets, and [`mapping`] looks up which leaf a page has. [`usage`]
 //! reports the memory used. [`range_op`] has the common parts of range operations, and [`slot_op`] those of long
@@ -14,13 +14,11 @@
 //!    flush), or during one step of an operation on a slot ([`slot_op`]). A conversion takes these locks of all address
 //!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section, so its
 //!    holder may wait for a flush.
-//! 4. The lock of the list of log readers: held while a slot change makes dirty logs for the readers, which allocates
-//!    memory.
-//! 5. One of the spin locks: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's
-//!    lock, or the lock of a walker's buffer. Each is held for a few instructions, or while a thread works on one
-//!    table. The holder waits for nothing, not even for another lock of this list ([`crate::table`],
-//!    [`crate::sync::spin`]). There is one exception: a thread that holds the lock of shadow pages may take a table's
-//!    lock in the tree of the same address space.
+//! 4. The list of the logs' readers: held while a slot change makes logs for them, which allocates.
+//! 5. One of: the lock of the hull of the invalidations in progress, that of the snapshot's record, that of shadow pages, a table's lock, the lock
+//!    of a walker's buffer. Held for a few instructions or one table. The holder waits for nothing, not even for
+//!    another lock of this list ([`crate::table`], [`crate::sync::spin`]). But a thread that holds the lock of shadow
+//!    pages may take the lock of a table of the tree beside them.
 //!
 //! Locks 1 to 4 are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a slot
 //! change that starts dirty logging takes lock 2 of the new log while it holds lock 3. No other thread can find the new
@@ -50,6 +48,7 @@ mod region;
 mod ring;
 mod shadow;
 mod slot_op;
+mod snapshot;
 mod usage;
 
 pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
@@ -64,6 +63,7 @@ pub use promote::Promotion;
 pub(crate) use range_op::RangeOp;
 pub(crate) use ring::RingSlot;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
+pub use snapshot::{Snapshot, SnapshotError};
 pub use usage::MemoryUsage;
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
@@ -266,6 +266,8 @@ pub struct Vm<P: Platform, F: Format> {
     rings: FairLock<Vec<Arc<DirtyRing>>>,
     /// The readers of the dirty logs, besides the client.
     log_readers: FairLock<log_reader::ReaderList>,
+    /// The snapshot in progress.
+    saving: snapshot::Saving,
     /// The position at which the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// Whether MMIO entries of the format work on this machine.
@@ -385,6 +387,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             log_readers: FairLock::new(log_reader::ReaderList::new()),
+            saving: snapshot::Saving::new(),
             nx_cursor: AtomicU64::new(0),
             mmio_entries: F::MMIO_GENERATION_BITS > 0
                 && config.physical_bits <= F::MMIO_PHYSICAL_BITS,

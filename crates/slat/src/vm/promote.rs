@@ -58,7 +58,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if self.mmu == MmuKind::Shadow {
             return 0;
         }
-        while left > 0 {
+        // While there is a snapshot, no table is replaced ([`super::snapshot`]).
+        while left > 0 && !self.is_saving(self.in_progress.sequence()) {
             let Some(space) = self.spaces.get(promotion.space) else {
                 *promotion = Promotion::default();
                 break;

@@ -89,6 +89,10 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         let (vm, space) = (self.vm, self.op.space);
         // Read the sequence first, before the slot, its attributes, the host's reply and the policies.
         let sequence = vm.in_progress.sequence();
+        if vm.is_saving(sequence) {
+            // The leaf would allow writes to pages that a snapshot does not have yet.
+            return None;
+        }
         let tracking_begun = self.op.tracking_begun();
         let slot = self.slot()?;
         let (base, pages, limits) = (slot.base(), slot.pages(), slot.limits());

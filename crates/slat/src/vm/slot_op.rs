@@ -123,10 +123,16 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Removes the write protection that [`Self::protect_all`] has put on entries that refer to tables of `pages`. For
-    /// a slot that has ended logging.
+    /// Reverts the protection of `pages` from above by [`Self::protect_all`]. For a slot that has ended logging. Does
+    /// nothing while there is a snapshot, which needs the protection.
     pub(super) fn lift_protection(&mut self, pages: Range<u64>) {
-        self.walk(pages, |step, _, walk| step.lift_protection(walk));
+        let vm = self.vm;
+        self.walk(pages, |step, _, walk| {
+            match vm.is_saving(vm.in_progress.sequence()) {
+                true => walk.stop_at(walk.range().end),
+                false => step.lift_protection(walk),
+            }
+        });
     }
 
     /// Splits the huge leaves of `pages`, in chunks (policy `eager_page_split_chunk`), as long as there is memory for

@@ -291,8 +291,35 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, show, &mut protect);
     }
 
-    /// Removes the write protection of entries that refer to tables ([`Self::protect_from_above`]) and that cover only
-    /// frames of the range.
+    /// Write-protects every leaf of the range, whatever the logs are. If `from_above` and walkers [obey
+    /// it](ByGfn::protects_tables), protects the highest entries instead, as [`Self::protect_from_above`] does. Loses no
+    /// bit that a walker sets.
+    pub(in crate::vm) fn protect_everything(&mut self, walk: &mut Walk, from_above: bool) {
+        let from_above = from_above && self.mmu.protects_tables();
+        let show = match from_above {
+            true => Show::ENTERED,
+            false => Show::default(),
+        };
+        let range = walk.range();
+        let (changed, tables) = (&mut self.unflushed.changed, &mut self.unflushed.protected);
+        self.mmu.walk(walk, show, &mut |at: &At<'_>| {
+            if M::Format::next_table(at.bits, at.level).is_some() {
+                let protects = at.is_in_tree()
+                    && at.level <= M::Format::PROTECT_FROM
+                    && at.is_inside::<M::Format>(&range);
+                if !protects {
+                    return Next::Descend;
+                }
+                *tables += u64::from(at.protect_below::<M::Format>());
+            } else if M::Format::is_writable(at.bits) {
+                at.update::<M::Format>(M::Format::write_protect);
+                count(changed, at.level);
+            }
+            Next::Pass
+        });
+    }
+
+    /// Reverts the protection by [`Self::protect_from_above`], at entries that cover only frames of the range.
     pub(crate) fn lift_protection(&self, walk: &mut Walk) {
         self.mmu.lift(walk);
     }
