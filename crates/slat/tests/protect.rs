@@ -1,5 +1,5 @@
 //! Tests hierarchical write protection: the start of dirty logging, the first writes after it, a harvest of the log,
-//! and the end of dirty logging, each on every format. The results are the same on all formats. The costs differ
+//! and the end of dirty logging, each on every format; and the same protection by a snapshot. The results are the same on all formats. The costs differ
 //! between formats whose walkers obey write-protected tables and the others.
 
 #[macro_use]
@@ -34,6 +34,7 @@ on_every_format! {
     a_harvest_protects_a_table_that_was_written_to_throughout,
     the_end_of_a_log_gives_back_what_was_protected_from_above,
     the_end_of_a_log_stops_when_the_slot_logs_again,
+    the_end_of_a_log_leaves_what_a_snapshot_protects,
     the_policy_can_change_while_tables_are_protected,
 }
 
@@ -253,6 +254,24 @@ fn the_end_of_a_log_stops_when_the_slot_logs_again<F: Format>() {
     queued.join();
     assert!(PAGES.iter().all(|gfn| !world.is_writable(*gfn)));
     world.check();
+}
+
+/// The end of the snapshot gives the rights back.
+fn the_end_of_a_log_leaves_what_a_snapshot_protects<F: Format>() {
+    let mut world = World::<F>::new(0..GIB1, PAGES);
+    world.set(LOGGED);
+    PAGES.iter().for_each(|gfn| world.access(*gfn, Write));
+    let snapshot = world.vm.begin_snapshot().unwrap();
+    assert_eq!(PAGES.map(|gfn| world.is_writable(gfn)), [false; 4]);
+    // Where 1 GiB is protected by one entry, this write protects each 2 MiB instead.
+    world.access(PAGES[0], Write);
+    world.set(SlotFlags::default());
+    let writable = PAGES.map(|gfn| world.is_writable(gfn));
+    assert_eq!(writable, [true, false, false, false]);
+    drop(snapshot);
+    world.check();
+    let writable = PAGES.map(|gfn| world.is_writable(gfn));
+    assert_eq!(writable[1..], [applies::<F>(); 3]);
 }
 
 fn the_policy_can_change_while_tables_are_protected<F: Format>() {

@@ -16,8 +16,8 @@ use super::shadow::ShadowMmu;
 use crate::host::HostMemory;
 use crate::platform::{Event, SimPlatform};
 
-/// The number of calls of the MMU in one snapshot.
-const CALLS: u64 = 150;
+/// The number of steps in one snapshot.
+const STEPS: u64 = 24;
 
 /// A [`ShadowMmu`] whose VM is saved most of the time, a page at a time. For guests whose client does not write to guest
 /// memory.
@@ -26,7 +26,7 @@ pub struct SavedMmu<F: Format = X86<5>> {
     mmu: ShadowMmu<F>,
     ram: Arc<GuestRam>,
     saved: Arc<Mutex<Saved>>,
-    calls: u64,
+    steps: u64,
 }
 
 /// What the platform must be given of the snapshot in progress.
@@ -83,21 +83,19 @@ impl<F: Format> SavedMmu<F> {
             mmu,
             ram: machine.ram.clone(),
             saved,
-            calls: 0,
+            steps: 0,
         }
     }
 
-    /// Begins, continues or ends a snapshot, depending on the number of calls so far.
+    /// Begins, continues or ends a snapshot, depending on the number of steps so far. Call between two instructions: a
+    /// store may be made of two accesses, and a vCPU that has its translations is in a reader section.
     fn step(&mut self) {
         self.check();
-        self.calls += 1;
-        match self.calls % CALLS {
+        self.steps += 1;
+        match self.steps % STEPS {
             0 => self.begin(),
-            n if n == CALLS - 1 => self.end(!(self.calls / CALLS).is_multiple_of(3)),
-            n if n.is_multiple_of(5) => {
-                self.snapshot.iter().for_each(|it| _ = it.keep_next(2));
-            }
-            _ => {}
+            n if n == STEPS - 1 => self.end(!(self.steps / STEPS).is_multiple_of(3)),
+            _ => self.snapshot.iter().for_each(|it| _ = it.keep_next(2)),
         }
     }
 
@@ -158,12 +156,10 @@ impl<F: Format> GuestMmu for SavedMmu<F> {
         access: Access,
         paging: Option<&GuestPaging>,
     ) -> Outcome {
-        self.step();
         self.mmu.access(cpu, gva, access, paging)
     }
 
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome {
-        self.step();
         self.mmu.access_physical(cpu, gpa, access)
     }
 
@@ -176,10 +172,12 @@ impl<F: Format> GuestMmu for SavedMmu<F> {
     }
 
     fn written(&mut self, cpu: usize, write: RegisterWrite, old: &Registers, new: &Registers) {
+        self.step();
         self.mmu.written(cpu, write, old, new);
     }
 
     fn invlpg(&mut self, cpu: usize, gva: u64) {
+        self.step();
         self.mmu.invlpg(cpu, gva);
     }
 
@@ -188,14 +186,17 @@ impl<F: Format> GuestMmu for SavedMmu<F> {
     }
 
     fn set_region(&mut self, region: &Region) {
+        self.step();
         self.mmu.set_region(region);
     }
 
     fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut()) {
+        self.step();
         self.mmu.invalidate(range, change);
     }
 
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
+        self.step();
         self.mmu.dirty_log(slot, bitmap);
     }
 
