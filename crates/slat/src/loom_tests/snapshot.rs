@@ -66,7 +66,7 @@ fn of_one_moment([cause, effect]: [u64; 2]) {
 
 /// The guest writes while the snapshot begins, and while another thread gives the platform the pages.
 fn beside_a_guest(level: Level, flags: SlotFlags) {
-    // Two preemptions take more than ten minutes.
+    // With two preemptions this takes many minutes.
     model(1, move || {
         let vm = written(level, flags);
         let cpus = vm.clone();
