@@ -1,15 +1,17 @@
-"""migrate MACHINE bitmap|ring|postcopy [killed|nested]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB (on arm64
+"""migrate MACHINE bitmap|ring|postcopy [killed|nested|served]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB (on arm64
 fewer).
 
     bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
     ring      dirty pages by rings of 4096 entries
     postcopy  after the first round the guest runs at the target; what is not there yet comes by userfaultfd
     killed    the target is killed in the middle of it; the guest goes on where it is, and moves to another target
+    served    slat serves userfaultfd, even if the kernel permits it
     nested    the guest is a hypervisor, and its own guest rewrites the pattern, over 32 MiB
 
 The pattern tells of every page that was lost or is of another time. Prints downtime, rounds and bytes.
 """
 
+import os
 import re
 
 from rows import nested
@@ -55,6 +57,8 @@ def _move(setting, source, target, mode):
 def run(setting, machine, mode, *words):
     accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
     is_nested = "nested" in words
+    if "served" in words:
+        os.environ["SLAT_USERFAULTFD"] = "slat"
 
     def qemu(name, *options):
         if is_nested:

@@ -86,7 +86,7 @@ fn userfaultfd() -> String {
     // SAFETY: the call opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     if fd < 0 {
-        return format!("no: {}", io::Error::last_os_error());
+        return format!("no: {} (slat serves it)", io::Error::last_os_error());
     }
     // SAFETY: the descriptor was opened above, and no other code knows it.
     unsafe { libc::close(fd as libc::c_int) };

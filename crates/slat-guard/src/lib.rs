@@ -40,7 +40,7 @@ pub use bulk::{copy, copy_in, copy_out, fill, fill_elements, matches};
 pub use generated::set_generated;
 pub use section::{Section, blockable, change_mask, defer, never_block, on_deferral};
 pub use signal::{
-    after_fork_in_child, forget_kick, install, kick, kick_signal, restorer, set_chained,
+    after_fork_in_child, forget_kick, install, kick, kick_signal, on_fault, restorer, set_chained,
     set_kernels, set_restorer, was_kicked,
 };
 pub use sized::{compare_exchange_sized, load_sized, store_sized};

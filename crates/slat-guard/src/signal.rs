@@ -13,7 +13,7 @@ use crate::section::{AllBlocked, change_mask, defer};
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, const_fn, fence, global, spin_loop};
 use crate::{generated, table};
 use slat_process::calls;
-use slat_process::context::{ip, set_ip, set_result};
+use slat_process::context::{ip, is_write, set_ip, set_result};
 use slat_process::forks;
 use slat_process::handler::call_program;
 use slat_process::once::Prepared;
@@ -300,6 +300,41 @@ pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::s
 /// another copy of this crate.
 static KICK: u8 = 0;
 
+/// The function given to [`on_fault`], or 0.
+static ON_FAULT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+
+/// Sets the function that the handler calls for an access of the program to inaccessible memory: with the address, and
+/// whether the access is a write. If it returns `true`, the access is made again. The function is async-signal-safe. It
+/// may wait: meanwhile the thread has the signal mask of the interrupted code.
+pub fn on_fault(call: fn(usize, bool) -> bool) {
+    ON_FAULT.store(call as usize, Ordering::Release);
+}
+
+/// Calls the function that [`on_fault`] has set. Returns whether the access is to be made again.
+///
+/// # Safety
+/// - `info` and `context` are those that the kernel gave the handler of a fault.
+unsafe fn is_handled(sig: i32, info: *const libc::siginfo_t, context: &libc::ucontext_t) -> bool {
+    /// `SEGV_ACCERR`: the address is mapped, and its protection forbids the access.
+    const FORBIDDEN: i32 = 2;
+    let call = ON_FAULT.load(Ordering::Acquire);
+    // SAFETY: the kernel has filled in the information.
+    if call == 0 || sig != libc::SIGSEGV || unsafe { (*info).si_code } != FORBIDDEN {
+        return false;
+    }
+    // SAFETY: the kernel has filled in the address. The C library's larger mask begins with the kernel's 64 bits. Only
+    // `on_fault` stores here.
+    let (address, mask, call) = unsafe {
+        let mask = ptr::read((&raw const context.uc_sigmask).cast::<u64>());
+        let call = mem::transmute::<usize, fn(usize, bool) -> bool>(call);
+        ((*info).si_addr() as usize, mask, call)
+    };
+    let before = change_mask(libc::SIG_SETMASK, mask);
+    let handled = call(address, is_write(context));
+    change_mask(libc::SIG_SETMASK, before);
+    handled
+}
+
 /// The part of the kernel's `siginfo_t` that is filled in for a queued signal.
 #[repr(C)]
 struct Queued {
@@ -370,6 +405,10 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
         if let Some(fixup) = fixup {
             KICKED.set(kicked);
             set_ip(registers, fixup);
+            return;
+        }
+        // SAFETY: these are the arguments that the kernel gave this handler.
+        if !kicked && unsafe { is_handled(sig, info, registers) } {
             return;
         }
     }

@@ -15,6 +15,8 @@ pub mod frames;
 #[doc(hidden)]
 pub mod procfs;
 #[doc(hidden)]
+pub mod registered;
+#[doc(hidden)]
 pub mod userfault;
 
 pub use resident::is_resident;
@@ -216,6 +218,10 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
         let (backing, access) = (request.backing, request.access);
         let address = backing.0 as usize;
         let has_userfault = self.userfaults.check(request, Self::GRANULE)?;
+        if let Some(resolved) = registered::resolve(address, access, || touch(address, access)) {
+            let page = HostPage::new(Self::GRANULE.pfn(Hpa(backing.0)), Level::PAGE);
+            return resolved.map(|is_writable| page.with_writable(is_writable));
+        }
         loop {
             let Ok(found) = mappings::find(address) else {
                 return Self::try_untold(backing, access);
@@ -233,6 +239,10 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
+            if registered::is_registered(at) {
+                // A handler decides when these pages come.
+                return;
+            }
             let Ok(Some(mappings::Found { mapping, .. })) = mappings::find(at) else {
                 // Stop at the end of the mapping: ranges rarely extend beyond it, and pages after it need not be
                 // reported.

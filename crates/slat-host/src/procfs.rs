@@ -79,7 +79,7 @@ pub fn keep_directory() {
     // SAFETY: the path ends with 0.
     let opened = unsafe { calls::raw(libc::SYS_openat, arguments) };
     if opened >= 0 {
-        set_here(moved_up(opened as i32));
+        set_here(moved_up_over_exec(opened as i32));
     }
 }
 
@@ -121,20 +121,23 @@ pub fn replaced(fd: i32) {
     }
 }
 
-/// Moves the descriptor `fd` to a number above those that programs usually use, if the process's limit allows it.
-/// Returns its number.
-fn moved_up(fd: i32) -> i32 {
+/// Moves a descriptor above those of the program, as far as the process's limit allows. Returns its number. The
+/// descriptor stays open on exec.
+fn moved_up_over_exec(fd: i32) -> i32 {
+    moved_up_by(libc::F_DUPFD, fd)
+}
+
+/// Moves a descriptor above those of the program, as far as the process's limit allows. Returns its number. The
+/// descriptor is closed on exec.
+pub fn moved_up(fd: i32) -> i32 {
+    moved_up_by(libc::F_DUPFD_CLOEXEC, fd)
+}
+
+fn moved_up_by(command: i32, fd: i32) -> i32 {
     let mut lowest = ProcFile::LOWEST;
     while lowest > fd {
-        let arguments = [
-            fd as usize,
-            libc::F_DUPFD as usize,
-            lowest as usize,
-            0,
-            0,
-            0,
-        ];
-        // SAFETY: the calls only concern a descriptor that slat has opened.
+        let arguments = [fd as usize, command as usize, lowest as usize, 0, 0, 0];
+        // SAFETY: the calls only concern a descriptor of our own.
         unsafe {
             let high = calls::raw(libc::SYS_fcntl, arguments);
             if high >= 0 {
@@ -158,10 +161,10 @@ pub fn reached_by(path: &CStr) -> (i32, &CStr) {
     }
 }
 
-/// Opens a file for reading.
-fn open_file(path: &CStr) -> Result<i32, i32> {
+/// Opens a file for reading, and for writing if `flags` say so.
+fn open_file(path: &CStr, flags: i32) -> Result<i32, i32> {
     let (begin, path) = reached_by(path);
-    let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
+    let flags = (flags | libc::O_CLOEXEC) as usize;
     let arguments = [begin as usize, path.as_ptr() as usize, flags, 0, 0, 0];
     // SAFETY: the path ends with 0.
     unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
@@ -179,7 +182,7 @@ fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
 /// cannot be read.
 pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     let mut len = 0;
-    if let Ok(fd) = open_file(path) {
+    if let Ok(fd) = open_file(path, libc::O_RDONLY) {
         len = read_at(fd, text, 0).unwrap_or(0);
         close_own(fd);
     }
@@ -196,7 +199,7 @@ pub(crate) fn open() {
 /// Closes the files that [`open`] has opened. Call while no thread looks up a mapping.
 pub(crate) fn close() {
     if let Some(files) = FILES.peek() {
-        for file in [&files.maps, &files.smaps] {
+        for file in files.all() {
             let fd = file.fd.swap(ProcFile::NONE, AcqRel);
             if fd != ProcFile::NONE {
                 close_own(fd);
@@ -208,24 +211,23 @@ pub(crate) fn close() {
 /// Whether `fd` is the descriptor of a file that slat has opened for this purpose. Async-signal-safe.
 pub fn holds(fd: i32) -> bool {
     FILES.peek().is_some_and(|files| {
-        [&files.maps, &files.smaps]
-            .iter()
-            .any(|file| fd != ProcFile::NONE && file.fd.load(Relaxed) == fd)
+        (files.all().iter()).any(|file| fd != ProcFile::NONE && file.fd.load(Relaxed) == fd)
     })
 }
 
 /// Call before the program closes the descriptor `fd`, or gives its number to another file. Async-signal-safe.
 pub fn closed(fd: i32) {
     if let Some(files) = FILES.peek() {
-        files.maps.forget(fd);
-        files.smaps.forget(fd);
+        for file in files.all() {
+            file.forget(fd);
+        }
     }
 }
 
 /// Like [`closed`], for all descriptors from `first` to `last`.
 pub fn closed_within(first: u32, last: u32) {
     if let Some(files) = FILES.peek() {
-        for file in [&files.maps, &files.smaps] {
+        for file in files.all() {
             let fd = file.fd.load(Relaxed);
             if (first..=last).contains(&(fd as u32)) {
                 file.forget(fd);
@@ -234,34 +236,45 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// The files of `/proc` that this process has opened to look up its mappings. A file of `/proc/self` describes the
-/// process that has opened it, so a forked child opens the files again.
+/// The files of `/proc` that this process has opened to look up its mappings, and to write registered memory. A file of `/proc/self` shows the process
+/// that opened it, so a forked child opens its own.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]
 struct Files {
     maps: ProcFile,
     smaps: ProcFile,
-    /// Held while a thread reads `smaps`, so that only one thread does. The kernel remembers the address that it has
-    /// reached only for a read at the offset where the last read ended. For a read at any other offset it counts bytes
-    /// from the beginning of the text, which may have changed meanwhile.
+    /// The process's memory, which can be written whatever its protection is, as long as it is private.
+    memory: ProcFile,
+    /// The lock of the one thread that reads `smaps`. Between two reads at successive offsets, the kernel remembers the
+    /// address that it has reached. A read at any other offset makes the kernel count bytes from the beginning of the
+    /// text, which may have changed meanwhile.
     reads_smaps: Mutex<()>,
 }
 
 impl Default for Files {
     fn default() -> Self {
         Files {
-            maps: ProcFile::new(c"/proc/self/maps"),
-            smaps: ProcFile::new(c"/proc/self/smaps"),
+            maps: ProcFile::new(c"/proc/self/maps", libc::O_RDONLY),
+            smaps: ProcFile::new(c"/proc/self/smaps", libc::O_RDONLY),
+            memory: ProcFile::new(c"/proc/self/mem", libc::O_RDWR),
             reads_smaps: Mutex::new(()),
         }
     }
 }
 
-/// A file of `/proc` that is opened when it is first used.
+impl Files {
+    fn all(&self) -> [&ProcFile; 3] {
+        [&self.maps, &self.smaps, &self.memory]
+    }
+}
+
+/// A file that is opened at its first use.
 #[derive(Debug)]
 struct ProcFile {
     path: &'static CStr,
+    /// `O_RDONLY` or `O_RDWR`.
+    flags: i32,
     fd: AtomicI32,
 }
 
@@ -271,23 +284,25 @@ impl ProcFile {
     /// The lowest number for the descriptor, if the process's limit allows it.
     const LOWEST: i32 = 512;
 
-    const fn new(path: &'static CStr) -> Self {
+    const fn new(path: &'static CStr, flags: i32) -> Self {
         ProcFile {
             path,
+            flags,
             fd: AtomicI32::new(Self::NONE),
         }
     }
 
-    /// Returns the file's descriptor, and opens the file if necessary. A program may close descriptors that it has not
-    /// opened, at any time. Then slat's next call on this descriptor fails, or reads another file that has got the
-    /// number. This is harmless, because slat's calls (a request that no other file knows, and reads at an offset) do
-    /// not change a file.
+    /// Returns the file's descriptor, and opens the file if necessary. The descriptor is slat's as long as the program
+    /// does not close descriptors that it did not open. If the program closes it, at any time, a call on this
+    /// descriptor fails or reads another file. That does no harm: slat's calls on it (a query that no other file knows,
+    /// and reading at an offset) change nothing. Only calls on [`Files::memory`] write, so slat has to see each close of
+    /// that descriptor ([`closed`]).
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
             return Ok(known);
         }
-        let low = open_file(self.path)?;
+        let low = open_file(self.path, self.flags)?;
         let command = libc::F_DUPFD_CLOEXEC as usize;
         let arguments = [low as usize, command, Self::LOWEST as usize, 0, 0, 0];
         // SAFETY: the call takes no pointer, and slat has opened the descriptor.
@@ -321,6 +336,86 @@ impl ProcFile {
         }
         use_it(self.descriptor()?)
     }
+}
+
+/// Writes `len` bytes from the address `from` to the address `to` of this process, which may be protected. The memory at
+/// `to` is private. Returns the number of bytes written, and the errno if these are not all.
+pub(crate) fn write_memory(from: usize, len: usize, to: usize) -> (usize, Option<i32>) {
+    let mut done = 0;
+    while done < len {
+        let written = FILES.get().memory.with(|memory| {
+            let arguments = [memory as usize, from + done, len - done, to + done, 0, 0];
+            // SAFETY: the kernel checks the memory at `from`. The caller may write the memory at `to`.
+            unsafe { calls::make(Call::WriteAt, arguments) }
+        });
+        match written {
+            Ok(0) => return (done, Some(libc::EFAULT)),
+            Ok(written) => done += written as usize,
+            Err(errno) => return (done, Some(errno)),
+        }
+    }
+    (done, None)
+}
+
+/// Whether [`write_memory`] works on this system: it writes a byte to a protected page of slat's own.
+pub fn can_write_memory() -> bool {
+    let size = page_size();
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: the mapping is new, and is unmapped before anything else knows it.
+    unsafe {
+        let page = libc::mmap(std::ptr::null_mut(), size, libc::PROT_NONE, flags, -1, 0);
+        if page == libc::MAP_FAILED {
+            return false;
+        }
+        let written = write_memory(&raw const FILES as usize, 1, page as usize);
+        libc::munmap(page, size);
+        written == (1, None)
+    }
+}
+
+/// Calls `found` for each run of pages of `range`, which is private anonymous memory: with the number of pages, and
+/// whether they have content, in memory or on a swap device.
+///
+/// # Errors
+/// Those of `found`, and those of reading `/proc/self/pagemap`.
+pub(crate) fn each_content(
+    range: &Range<usize>,
+    found: &mut dyn FnMut(usize, bool) -> Result<(), i32>,
+) -> Result<(), i32> {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    const CHUNK: usize = 1024;
+    let fd = open_file(c"/proc/self/pagemap", libc::O_RDONLY)?;
+    let mut bytes = [0u8; 8 * CHUNK];
+    let mut page = range.start / page_size();
+    let end = range.end / page_size();
+    let mut run = (0, false);
+    let mut read = || {
+        while page < end {
+            let wanted = 8 * (end - page).min(CHUNK);
+            let got = read_at(fd, &mut bytes[..wanted], 8 * page as u64)? / 8;
+            if got == 0 {
+                return Err(libc::EIO);
+            }
+            for entry in bytes[..8 * got].chunks_exact(8) {
+                let entry = u64::from_le_bytes(entry.try_into().unwrap_or_default());
+                let has_content = entry & (PRESENT | SWAPPED) != 0;
+                if has_content != run.1 && run.0 != 0 {
+                    found(run.0, run.1)?;
+                    run.0 = 0;
+                }
+                run = (run.0 + 1, has_content);
+            }
+            page += got;
+        }
+        match run.0 {
+            0 => Ok(()),
+            count => found(count, run.1),
+        }
+    };
+    let result = read();
+    close_own(fd);
+    result
 }
 
 #[repr(C)]

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::time::{Duration, Instant};
 
 /// The work of a background thread.
-pub(crate) trait Background: Sync + 'static {
+pub trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
     /// The end of the message that is printed if the thread cannot be started. This text names the feature that then
@@ -72,7 +72,7 @@ fn wait_for(work: *mut c_void) {
 
 /// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a
 /// message, if the thread cannot be started.
-pub(crate) fn start<T: Background>(work: &'static T) -> bool {
+pub fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
         BEGUN.store(work, Release);
         calls::mark_own_thread();

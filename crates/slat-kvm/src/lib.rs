@@ -70,6 +70,8 @@ pub mod publish;
 #[doc(hidden)]
 pub mod abi;
 #[doc(hidden)]
+pub mod background;
+#[doc(hidden)]
 pub mod caps;
 #[doc(hidden)]
 pub mod debugger;
@@ -114,7 +116,6 @@ pub mod vcpu;
 
 mod api;
 mod arch;
-mod background;
 mod call;
 mod coalesced;
 mod compiler;

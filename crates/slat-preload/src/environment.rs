@@ -12,21 +12,24 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 /// LD_PRELOAD. In the children, these runtimes would report unwanted errors.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
-/// Variables whose values at the program's start are kept. The first [`SETTINGS`] variables do not depend on the root
-/// directory.
-const NAMES: [&str; 7] = [
+/// Variables whose values at the program's start are kept. The first [`SETTINGS`] of them have the same
+/// meaning in any root.
+const NAMES: [&str; 8] = [
     "SLAT_DISPATCH=",
     "SLAT_FORMAT=",
     "SLAT_LOG=",
     "SLAT_MMU=",
     "SLAT_SET=",
     "SLAT_STATS=",
+    "SLAT_USERFAULTFD=",
     "SLAT_CPUINFO=",
 ];
-const SETTINGS: usize = 6;
+const SETTINGS: usize = 7;
+/// The index of the variable that asks slat to serve userfaultfd even if the kernel permits it.
+const USERFAULTFD: usize = 6;
 /// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. `slat run` sets the
 /// variable if it has written such a file.
-const PROCESSORS: usize = 6;
+const PROCESSORS: usize = 7;
 
 /// Copies of the variables of [`NAMES`]. A null means that the variable was not set.
 static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
@@ -57,8 +60,13 @@ pub(crate) fn processors() -> Option<&'static CStr> {
     CStr::from_bytes_with_nul(&bytes[NAMES[PROCESSORS].len()..]).ok()
 }
 
-/// Returns the `stat` of `/proc/cpuinfo` if this device and inode belong to the file that is opened instead.
-/// Async-signal-safe.
+/// Whether slat serves userfaultfd even if the kernel permits it. Async-signal-safe.
+pub(crate) fn serves_userfaultfd() -> bool {
+    kept(USERFAULTFD).is_some_and(|text| text.to_bytes() == b"SLAT_USERFAULTFD=slat")
+}
+
+/// Returns the `stat` of `/proc/cpuinfo`, if the file with this device and inode is opened in its
+/// place. Async-signal-safe.
 pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static libc::stat> {
     let [file, kernels] = LOOKS.get()?;
     ((file.st_dev, file.st_ino) == (device, inode)).then_some(kernels)

@@ -7,7 +7,7 @@ use crate::files::interpose;
 use crate::real::{call, plain, raw, result};
 use crate::{
     attributes, children, fds, files, forks, ioctls, landlock, memory, roots, seccomp, status,
-    streams, table,
+    streams, table, userfault,
 };
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
@@ -41,9 +41,11 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
     // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     let kernels = || plain(result(unsafe { raw(number, arguments) }));
     let (number, [a, b, c, d, e, f]) = calls::newer(number, arguments);
+    userfault::before_call(number, b, c);
     // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     unsafe {
         match number {
+            libc::SYS_userfaultfd => userfault::open(a as c_int, kernels),
             libc::SYS_openat => {
                 let path = b as *const c_char;
                 files::open_at(a as c_int, path, c as c_int, d as c_uint, kernels)

@@ -5,7 +5,7 @@ use crate::guarded::guarded;
 use crate::memory::{self, Range};
 use crate::paths::{DescriptorPath, is_kvms, read_link};
 use crate::real::{Next, errno, kernel, plain, set_errno};
-use crate::{heap, table};
+use crate::{heap, table, userfault};
 use slat_host::mappings;
 use slat_kvm::abi::KVMIO;
 use slat_kvm::ioctl::Object;
@@ -32,9 +32,11 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
         guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
     } else if kind != UFFDIO {
         plain(call())
+    } else if let Some(answer) = userfault::ioctl(fd, number, argument) {
+        answer
     } else if notify::is_anyone_listening() {
         // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
-        unsafe { userfault(number, argument, call) }
+        unsafe { kernels_userfault(number, argument, call) }
     } else {
         mappings::advice_passed_by();
         plain(call())
@@ -76,8 +78,8 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
     table::get(fd)
 }
 
-/// Passes a userfaultfd request to the kernel, inside an invalidation if the request unmaps pages or removes rights.
-unsafe fn userfault(
+/// Passes on a request to the kernel's userfaultfd. A request that unmaps pages or removes rights changes mappings.
+unsafe fn kernels_userfault(
     request: u32,
     argument: usize,
     call: impl FnOnce() -> Result<isize, i32>,

@@ -32,6 +32,7 @@
 //! | | `roots` | chroot and the calls like it |
 //! | | `heap` | memory that is not allocated by the program's `malloc` |
 //! | | `forks` | fork: the heap's lock is held over it |
+//! | | `userfault` | userfaultfd, where the kernel refuses it |
 //! | | `ioctls` | ioctl |
 //! | by number | `indirect` | syscall and prctl: system calls by number |
 //! | dispatch | `dispatch` | system calls that do not pass through the C library |
@@ -78,6 +79,7 @@ mod signals;
 mod status;
 mod streams;
 mod user_dispatch;
+mod userfault;
 
 use slat_host::process;
 use slat_kvm::{descriptors as table, guarded};

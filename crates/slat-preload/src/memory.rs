@@ -9,7 +9,7 @@ use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::real::{kernel, plain, set_errno};
 use crate::table;
-use slat_host::{mappings, procfs};
+use slat_host::{mappings, procfs, registered};
 use slat_kvm::ioctl::Object;
 use slat_kvm::notify;
 use slat_kvm::thread::Section;
@@ -106,7 +106,33 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// Maps a descriptor of a KVM object. Only vCPUs and guest_memfds have pages to map.
+/// Ends the registration with a userfaultfd of slat for memory that the caller is about to unmap or to replace.
+fn forget_registered(range: Range) {
+    if registered::is_any() && !range.is_empty() {
+        let _section = Section::enter();
+        registered::forget(&range.std());
+    }
+}
+
+/// Runs `drop_pages`, which drops the content of `range`. If the memory is registered with a userfaultfd of slat, its
+/// pages are missing afterwards.
+fn dropping(range: Range, drop_pages: impl FnOnce() -> Answer) -> isize {
+    if !registered::is_any() || Section::is_entered() {
+        return around(&[range], drop_pages);
+    }
+    guarded(|| {
+        let pages = range.std();
+        let _removal = registered::removing(&pages);
+        notify::around(pages.clone(), || {
+            registered::discarding(&pages);
+            let answer = drop_pages();
+            registered::discarded(&pages);
+            answer
+        })
+    })
+}
+
+/// Maps one of KVM's descriptors. vCPUs and guest_memfds have pages to map; other objects have none.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -144,9 +170,13 @@ pub unsafe fn map(
     offset: i64,
 ) -> isize {
     // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
-    let change = || unsafe { kernel!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
+    let mapped = || unsafe { kernel!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
     let replaces = flags & libc::MAP_FIXED != 0;
     let range = Range::at(address, if replaces { len } else { 0 });
+    let change = || {
+        forget_registered(range);
+        mapped()
+    };
     if flags & libc::MAP_ANONYMOUS == 0 && table::is_ours(fd) && !Section::is_entered() {
         // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
         return guarded(|| unsafe {
@@ -165,7 +195,11 @@ pub unsafe fn map(
 pub unsafe fn unmap(address: usize, len: usize) -> isize {
     let range = Range::at(address, len);
     // SAFETY: the arguments are valid for munmap(2), as this function's contract requires.
-    let change = || unsafe { kernel!(libc::SYS_munmap, address, len) };
+    let unmapped = || unsafe { kernel!(libc::SYS_munmap, address, len) };
+    let change = || {
+        forget_registered(range);
+        unmapped()
+    };
     around_then(&[range], change, |_| mappings::changed(range.std()))
 }
 
@@ -184,7 +218,12 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
         },
     );
     // SAFETY: the arguments are valid for mremap(2), as this function's contract requires.
-    let change = || unsafe { kernel!(libc::SYS_mremap, address, old_len, len, flags, to) };
+    let remapped = || unsafe { kernel!(libc::SYS_mremap, address, old_len, len, flags, to) };
+    let change = || {
+        forget_registered(old);
+        forget_registered(new);
+        remapped()
+    };
     around_then(&[old, new], change, |address| {
         mappings::changed(old.std());
         mappings::changed(Range::at(address as usize, len).std());
@@ -208,8 +247,8 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
         | libc::MADV_FREE
         | libc::MADV_REMOVE
         | libc::MADV_HWPOISON
-        | MADV_DONTNEED_LOCKED => around(&[range], change),
-        // KVM's guest_memfd has no huge pages, but the memfd that implements it here may have.
+        | MADV_DONTNEED_LOCKED => dropping(range, change),
+        // A guest_memfd has no huge pages, but the memfd that implements it may have.
         MADV_COLLAPSE if !passes_by() => guarded(|| match has_guest_memfd(range) {
             true => Err(libc::EINVAL),
             false => change(),
@@ -247,8 +286,19 @@ pub unsafe fn protect(
     key: c_int,
 ) -> isize {
     // SAFETY: the arguments are valid for mprotect(2), as this function's contract requires.
-    let change = || unsafe { kernel!(number, address, len, protection, key) };
+    let protected = || unsafe { kernel!(number, address, len, protection, key) };
     let range = Range::at(address, len);
+    let is_programs = !Section::is_entered();
+    let change = || {
+        let answer = protected()?;
+        if registered::is_any() && is_programs {
+            let _section = Section::enter();
+            let allows = |right| protection & right != 0;
+            let (read, write) = (allows(libc::PROT_READ), allows(libc::PROT_WRITE));
+            registered::protected(&range.std(), read || write, write);
+        }
+        Ok(answer)
+    };
     around_then(&[range], change, |_| mappings::protected(range.std()))
 }
 

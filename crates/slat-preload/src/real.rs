@@ -144,6 +144,16 @@ impl Opened {
         answer.ok().map(|fd| Opened(fd as std::ffi::c_int))
     }
 
+    /// Moves the descriptor above those of the program, as far as the process's limit allows.
+    pub fn moved_up(self) -> Self {
+        Opened(slat_host::procfs::moved_up(self.into_fd()))
+    }
+
+    /// Gives up the ownership of the descriptor.
+    pub fn into_fd(self) -> std::ffi::c_int {
+        std::mem::ManuallyDrop::new(self).0
+    }
+
     /// Returns the descriptor, which is open as long as this value lives.
     pub fn fd(&self) -> std::ffi::c_int {
         self.0

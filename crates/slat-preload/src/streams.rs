@@ -9,7 +9,7 @@ use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};
 use crate::guarded::guarded;
 use crate::real::{Next, call, kernel, plain, raw, set_errno};
-use crate::table;
+use crate::{table, userfault};
 use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use slat_process::caller::with_own_floats;
@@ -206,6 +206,8 @@ macro_rules! streams {
                             None => unsafe { call!($number, $fd, $($given),*) },
                         });
                     }
+                    let given = [$($given as usize),*];
+                    userfault::before_call($number, given[0], given[1]);
                     let Some(function) = $next.get() else {
                         // SAFETY: the arguments are valid for the call, as this function's contract requires.
                         return unsafe { call!($number, $fd, $($given),*) };

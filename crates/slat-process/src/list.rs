@@ -4,9 +4,10 @@
 use crate::arch::calls::{POLL, REMOVE, SYS_POLL, SYS_REMOVE};
 use libc::{
     SYS_clock_gettime, SYS_close, SYS_epoll_ctl, SYS_fcntl, SYS_futex, SYS_getpid, SYS_getrandom,
-    SYS_gettid, SYS_ioctl, SYS_mincore, SYS_mmap, SYS_mremap, SYS_munmap, SYS_openat, SYS_pread64,
-    SYS_preadv2, SYS_restart_syscall, SYS_rt_sigprocmask, SYS_rt_sigreturn, SYS_rt_tgsigqueueinfo,
-    SYS_sched_yield, SYS_write,
+    SYS_gettid, SYS_ioctl, SYS_madvise, SYS_mincore, SYS_mmap, SYS_mprotect, SYS_mremap,
+    SYS_munmap, SYS_openat, SYS_pread64, SYS_preadv2, SYS_pwrite64, SYS_restart_syscall,
+    SYS_rt_sigprocmask, SYS_rt_sigreturn, SYS_rt_tgsigqueueinfo, SYS_sched_yield, SYS_sendto,
+    SYS_write,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -118,6 +119,16 @@ calls! {
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
     /// Removes the socket of `slat stat` when the program ends: [`calls::remove`](crate::calls::remove).
     Remove: Helper REMOVE, SYS_REMOVE;
+    /// Makes memory that is registered with a served userfaultfd accessible, or inaccessible.
+    Protect: Helper "mprotect", SYS_mprotect;
+    /// Drops content of such memory that nobody needs.
+    Advise: Helper "madvise", SYS_madvise;
+    /// Stores the content of a page of such memory, by `/proc/self/mem`.
+    WriteAt: Helper "pwrite64", SYS_pwrite64;
+    /// Posts an event of a served userfaultfd.
+    Send: Helper "sendto", SYS_sendto;
+    /// Asks whether the program has read all these events.
+    Unread: Helper "ioctl (SIOCOUTQ)", SYS_ioctl [1 = libc::TIOCOUTQ];
     /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
     /// Asks how long a thread has run, for guests that use Hyper-V's interface.

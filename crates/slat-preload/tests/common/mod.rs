@@ -23,11 +23,23 @@ const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Runs the client called `name` under the library.
 pub fn under_the_library(name: &str) {
+    under_the_library_with(name, &[]);
+}
+
+/// Runs the client called `name` without the library.
+pub fn without_the_library(name: &str) {
+    run(&mut client(name), name);
+}
+
+/// Like [`under_the_library`], with these variables in the client's environment.
+pub fn under_the_library_with(name: &str, variables: &[(&str, &str)]) {
     let library = std::env::current_exe()
         .unwrap()
         .with_file_name("libslat_preload.so");
     assert!(library.exists(), "{} has not been built", library.display());
-    run(client(name).env("LD_PRELOAD", library), name);
+    let mut client = client(name);
+    client.envs(variables.iter().copied());
+    run(client.env("LD_PRELOAD", library), name);
 }
 
 /// Runs the client called `name` on the machine's own KVM, if that opens. An emulator of user programs opens the
@@ -111,10 +123,18 @@ fn shows_link() {
     println!("{LINK}={}", link.unwrap().display());
 }
 
+/// Returns the path of a client. A name with a module is a path already.
+fn path(name: &str) -> String {
+    match name.contains("::") {
+        true => name.to_owned(),
+        false => format!("client::{name}"),
+    }
+}
+
 fn client(name: &str) -> Command {
     let mut client = Command::new(std::env::current_exe().unwrap());
     client
-        .args(["--exact", &format!("client::{name}")])
+        .args(["--exact", &path(name)])
         .args(["--ignored", "--nocapture", "--test-threads=1"])
         .env_remove("LD_PRELOAD")
         .env_remove("SLAT_SET")

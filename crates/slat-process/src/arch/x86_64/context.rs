@@ -12,7 +12,13 @@ pub fn set_ip(context: &mut ucontext_t, address: usize) {
     context.uc_mcontext.gregs[libc::REG_RIP as usize] = address as i64;
 }
 
-/// Returns the interrupted code's stack pointer.
+/// Whether the access that caused a page fault is a write.
+pub fn is_write(context: &ucontext_t) -> bool {
+    const WRITE: i64 = 1 << 1;
+    context.uc_mcontext.gregs[libc::REG_ERR as usize] & WRITE != 0
+}
+
+/// Returns the stack pointer.
 pub fn sp(context: &ucontext_t) -> usize {
     context.uc_mcontext.gregs[libc::REG_RSP as usize] as usize
 }
