@@ -32,7 +32,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
         guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
     } else if kind != UFFDIO {
         plain(call())
-    } else if let Some(answer) = userfault::ioctl(fd, number, argument) {
+    } else if let Some(answer) = userfault::ioctl(fd, number, argument, || plain(call())) {
         answer
     } else if notify::is_anyone_listening() {
         // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.

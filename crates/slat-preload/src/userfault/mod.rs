@@ -199,11 +199,34 @@ fn pair(kind: c_int) -> Result<[Opened; 2], i32> {
     }
 }
 
-/// Carries out a request of ioctl(2). `None`: `fd` is no userfaultfd of slat.
+/// Whether `fd` refers to `/dev/userfaultfd`: to a device with the number 10 of miscellaneous devices, which knows a request
+/// that has the letter of userfaultfd.
+fn is_device(fd: c_int) -> bool {
+    const MISCELLANEOUS: libc::c_uint = 10;
+    // SAFETY: all-zero is a valid `stat`, which the call fills in.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        kernel!(libc::SYS_fstat, fd, &raw mut stat).is_ok()
+            && stat.st_mode & libc::S_IFMT == libc::S_IFCHR
+            && libc::major(stat.st_rdev) == MISCELLANEOUS
+    }
+}
+
+/// Carries out a request of ioctl(2). `None`: `fd` is no userfaultfd of slat. `kernels` makes the call.
 #[cold]
 #[inline(never)]
-pub fn ioctl(fd: c_int, number: u32, argument: usize) -> Option<isize> {
+pub fn ioctl(
+    fd: c_int,
+    number: u32,
+    argument: usize,
+    kernels: impl Fn() -> isize,
+) -> Option<isize> {
+    /// `USERFAULTFD_IOC_NEW`, the only request of `/dev/userfaultfd`: it does what userfaultfd(2) does.
+    const NEW: u32 = 0xaa00;
     let before = errno();
+    if number == NEW {
+        return is_device(fd).then(|| open(argument as c_int, kernels));
+    }
     let Some(token) = Token::of(fd) else {
         set_errno(before);
         return None;

@@ -40,6 +40,7 @@ on_both! {
     a_descriptor_goes_to_another_program
     a_forked_child_sees_zeroes
     many_threads_wait_for_many_pages
+    the_device_makes_a_descriptor
     a_signal_is_handled_while_its_thread_waits
 }
 
@@ -521,6 +522,30 @@ mod client {
             .into_iter()
             .for_each(|thread| thread.join().unwrap());
         assert_eq!(provided, PAGES);
+    }
+
+    #[test]
+    #[ignore = "runs by itself"]
+    fn the_device_makes_a_descriptor() {
+        const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+        let device = match std::fs::File::options().read(true).open("/dev/userfaultfd") {
+            Ok(device) => device,
+            Err(error) => return eprintln!("skipped: /dev/userfaultfd: {error}"),
+        };
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: the request takes no pointer, and no other code owns the new descriptor.
+        let uffd = unsafe {
+            let fd = libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, flags);
+            assert!(fd >= 0, "{}", errno());
+            Uffd::of(OwnedFd::from_raw_fd(fd))
+        };
+        assert_eq!(uffd.request(API, [0xaa, 0, 0, 0, 0]).0, Ok(()));
+        let memory = map(1);
+        uffd.register(memory, PAGE, MODE_MISSING);
+        let reader = thread::spawn(move || load(memory));
+        uffd.fault(memory, 0);
+        assert_eq!(uffd.copy(memory, &page_of(6)).0, Ok(()));
+        assert_eq!(reader.join().unwrap(), 6);
     }
 
     static HANDLED: AtomicBool = AtomicBool::new(false);

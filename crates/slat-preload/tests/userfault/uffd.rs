@@ -46,12 +46,16 @@ impl Uffd {
             if fd < 0 {
                 return Err(errno());
             }
-            // A client that reached the kernel's by mistake would not test slat.
-            let link = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
-            let is_kernels = link.to_str().unwrap().starts_with("anon_inode:");
-            assert_eq!(is_kernels, std::env::var_os("SLAT_USERFAULTFD").is_none());
-            Ok(Uffd(OwnedFd::from_raw_fd(fd)))
+            Ok(Self::of(OwnedFd::from_raw_fd(fd)))
         }
+    }
+
+    /// Takes ownership of a new userfaultfd. A client that reached the kernel's by mistake would not test slat.
+    pub fn of(fd: OwnedFd) -> Self {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+        let is_kernels = link.to_str().unwrap().starts_with("anon_inode:");
+        assert_eq!(is_kernels, std::env::var_os("SLAT_USERFAULTFD").is_none());
+        Uffd(fd)
     }
 
     /// Opens a userfaultfd with these features.
