@@ -4,23 +4,32 @@
     disk       reads 64 MiB of a virtio disk, writes some; the host has the same bytes
     net        fetches a file from a server on this machine
     snapshot   is saved, and goes on in a new process
+    lazy       is saved, and goes on in a new process, which gets each page of memory when it is first needed (pagefaults.c): as an
+               ordinary user, to whom the kernel refuses userfaultfd
     no-filter  without the VMM's own seccomp filters
 
 A guest of Firecracker cannot power off: that it reboots ends the VMM, with status 0. FIRECRACKER_BIN names the program.
 """
 
 import os
+import re
+import subprocess
 
+from rows.console import Failure, Skip
 from rows.microvm import TAP, Devices, MicroVm, move
+from rows.process import Process
 from rows.qemu import BOOT, MEMORY
 
 # How the kernel has Firecracker end; arm64's way is PSCI alone.
 RESET = "reboot=k"
 
+# What runs a program as a user without rights.
+_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 
-def _start(setting, name, words):
+
+def _start(setting, name, words, user=()):
     path = setting.path(f"{name}.socket")
-    command = [os.environ["FIRECRACKER_BIN"], "--api-sock", path, "--id", name]
+    command = [*user, os.environ["FIRECRACKER_BIN"], "--api-sock", path, "--id", name]
     if "mmio" not in words:
         command.append("--enable-pci")
     if "no-filter" in words:
@@ -52,17 +61,69 @@ def run(setting, cpus, *words):
     if "snapshot" in words:
         vmm = move(vmm, lambda vmm: _restore(setting, vmm, words))
         vmm.console.check_cpus(cpus)
+    if "lazy" in words:
+        handlers = []
+        vmm = move(vmm, lambda vmm: _restore_lazily(setting, vmm, words, handlers))
+        vmm.console.check_cpus(cpus)
     devices.check(vmm)
     vmm.end("reboot -f")
+    if "lazy" in words:
+        _check_pages(setting, handlers[0])
 
 
-def _restore(setting, vmm, words):
-    """Saves the guest, ends its VMM, and returns another one with the guest."""
+def _save(setting, vmm):
+    """Saves the guest, and ends its VMM. Returns the paths of its state and of its memory."""
     state, memory = setting.path("state"), setting.path("memory")
     vmm.call("PATCH", "/vm", {"state": "Paused"})
     vmm.call("PUT", "/snapshot/create", {"snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory})
     vmm.process.kill()
+    return state, memory
+
+
+def _load(vmm, state, backend):
+    """Has a new VMM go on with the guest."""
+    vmm.call("PUT", "/snapshot/load", {"snapshot_path": state, "mem_backend": backend, "resume_vm": True})
+    return vmm
+
+
+def _restore(setting, vmm, words):
+    """Saves the guest, ends its VMM, and returns another one with the guest."""
+    state, memory = _save(setting, vmm)
     restored = _start(setting, "restored", words)
-    backend = {"backend_path": memory, "backend_type": "File"}
-    restored.call("PUT", "/snapshot/load", {"snapshot_path": state, "mem_backend": backend, "resume_vm": True})
-    return restored
+    return _load(restored, state, {"backend_path": memory, "backend_type": "File"})
+
+
+def _restore_lazily(setting, vmm, words, handlers):
+    """Like `_restore`, but the memory comes from a handler in another process, which is added to `handlers`."""
+    user = _NOBODY if os.geteuid() == 0 else []
+    if _is_permitted(user):
+        raise Skip("the kernel permits userfaultfd to ordinary users")
+    state, memory = _save(setting, vmm)
+    os.chmod(setting.scratch, 0o777)
+    for path in filter(os.path.isfile, map(setting.path, os.listdir(setting.scratch))):
+        os.chmod(path, 0o666)
+    program, path = setting.path("pagefaults"), setting.path("pagefaults.socket")
+    source = os.path.join(os.path.dirname(__file__), "pagefaults.c")
+    subprocess.run(["cc", "-O2", "-o", program, source], check=True)
+    with open(setting.path("pages"), "wb") as pages:
+        handlers.append(Process(setting, "pagefaults", [*user, program, path, memory], stdout=pages))
+    restored = _start(setting, "restored", words, user)
+    handler = {"backend_path": path, "backend_type": "Uffd"}
+    return _load(restored, state, handler)
+
+
+def _is_permitted(user):
+    """Whether the kernel permits userfaultfd to the user as whom `user` runs a program."""
+    ask = "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(323, 0o2000000) < 0)"
+    return subprocess.run([*user, "/usr/bin/python3", "-c", ask], check=False).returncode == 0
+
+
+def _check_pages(setting, handler):
+    """Checks that the handler has provided some pages of the guest, and not all."""
+    if handler.wait(60) != 0:
+        raise Failure("pagefaults has failed")
+    with open(setting.path("pages"), encoding="ascii") as pages:
+        found = re.fullmatch(r"(\d+) of (\d+) pages\n", pages.read())
+    if not found or not 0 < int(found[1]) < int(found[2]):
+        raise Failure(f"pagefaults: {found and found[0]}")
+    print(found[0], end="")

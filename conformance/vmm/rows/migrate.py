@@ -1,10 +1,12 @@
-"""migrate MACHINE bitmap|ring|postcopy [killed|nested|served]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB (on arm64
+"""migrate MACHINE bitmap|ring|postcopy|background [killed|nested|served]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB (on arm64
 fewer).
 
     bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
     ring      dirty pages by rings of 4096 entries
     postcopy  after the first round the guest runs at the target; what is not there yet comes by userfaultfd
     killed    the target is killed in the middle of it; the guest goes on where it is, and moves to another target
+    background  nothing moves: a snapshot of the running guest goes to a file, each page as it was at the beginning (userfaultfd protects
+              the pages); another QEMU goes on from the file, and the guest goes on, too
     served    slat serves userfaultfd, even if the kernel permits it
     nested    the guest is a hypervisor, and its own guest rewrites the pattern, over 32 MiB
 
@@ -54,6 +56,30 @@ def _move(setting, source, target, mode):
     _wait(source, lambda result: result.get("ram", {}).get("dirty-sync-count", 0) >= 2)
 
 
+def _found(check, console, size):
+    """Ends the guest's program by `check`. Returns what it has found, when it has found all pages to be of one time."""
+    pattern = console.run(check, LIMIT).splitlines()[-1]
+    found = re.fullmatch(r"pattern: (\d+) pages, (\d+) generations, 0 wrong words", pattern)
+    if not found or int(found[1]) != size * 256:
+        raise Failure(f"the pattern: {pattern}")
+    return pattern
+
+
+def _snapshot(setting, source, qemu, check, size):
+    """Saves `source` while its guest runs, and checks the guests of both."""
+    source.qmp.call("migrate-set-capabilities", capabilities=[{"capability": "background-snapshot", "state": True}])
+    path = setting.path("snapshot")
+    source.qmp.call("migrate", uri=f"exec:cat >{path}")
+    result = _wait(source, lambda result: result.get("status") == "completed")
+    target = qemu("target", "-incoming", f"exec:cat {path}")
+    target.qmp.poll("query-status", lambda status: status["status"] == "running", 60)
+    saved = _found(check, target.console, size)
+    running = _found(check, source.console, size)
+    print(f"note: downtime {result['downtime']} ms, {result['total-time']} ms; saved: {saved}; went on: {running}")
+    for vmm in (source, target):
+        vmm.power_off()
+
+
 def run(setting, machine, mode, *words):
     accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
     is_nested = "nested" in words
@@ -75,6 +101,9 @@ def run(setting, machine, mode, *words):
     pid = guest.run(f"pattern {size} >/tmp/pattern 2>&1 & echo $!")
     guest.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
 
+    check = f"kill -USR1 {pid}; while kill -0 {pid} 2>/dev/null; do usleep 100000; done; cat /tmp/pattern"
+    if mode == "background":
+        return _snapshot(setting, source, qemu, check, size)
     if "killed" in words:
         target = waiting("killed")
         _move(setting, source, target, mode)
@@ -91,12 +120,8 @@ def run(setting, machine, mode, *words):
     result = _wait(source, lambda result: result.get("total-time", 0) > 0)
 
     # What the source had to say of the pattern went with it: the guest's memory is the target's.
-    check = f"kill -USR1 {pid}; while kill -0 {pid} 2>/dev/null; do usleep 100000; done; cat /tmp/pattern"
     guest = guest.moved(target.console) if is_nested else target.console
-    pattern = guest.run(check, LIMIT).splitlines()[-1]
-    found = re.fullmatch(r"pattern: (\d+) pages, (\d+) generations, 0 wrong words", pattern)
-    if not found or int(found[1]) != size * 256:
-        raise Failure(f"the pattern after the migration: {pattern}")
+    pattern = _found(check, guest, size)
     ram = result["ram"]
     rounds = ram["dirty-sync-count"]
     if mode != "postcopy" and rounds < ROUNDS:

@@ -88,18 +88,21 @@ unsafe fn kernels_userfault(
     const MOVE: u32 = 0x05;
     const WRITEPROTECT: u32 = 0x06;
     const POISON: u32 = 0x08;
+    /// `UFFDIO_WRITEPROTECT_MODE_WP`. Without it, the request only adds rights. Then nothing need be invalidated, and a
+    /// vCPU that waits for this request need not be interrupted.
+    const PROTECTS: u64 = 1 << 0;
+    let word_at = |word: usize| {
+        // SAFETY: the load is guarded, because there is a VM. The address is the client's. The kernel will refuse a bad
+        // address.
+        unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }.unwrap_or(0)
+    };
     let range_at = |words: [usize; 2]| {
-        let mut values = [0u64; 2];
-        for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: the load is guarded, because a VM exists. The kernel refuses the request if the client's address
-            // is bad.
-            *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
-                .unwrap_or(0);
-        }
-        Range::at(values[0] as usize, values[1] as usize)
+        let [start, len] = words.map(word_at);
+        Range::at(start as usize, len as usize)
     };
     match request & 0xff {
         REGISTER => memory::fault_handled(range_at([0, 1]), call),
+        WRITEPROTECT if word_at(2) & PROTECTS == 0 => plain(call()),
         WRITEPROTECT | POISON => memory::around(&[range_at([0, 1])], call),
         // The first three words of the argument are destination, source and length.
         MOVE => memory::around(&[range_at([0, 2]), range_at([1, 2])], call),

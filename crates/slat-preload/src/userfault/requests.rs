@@ -181,9 +181,12 @@ impl Request {
                 if third == PROTECT | PROTECT_DONT_WAKE {
                     return Err(libc::EINVAL);
                 }
-                notify::around(range.clone(), || {
-                    registered::set_protection(handler, &range, protected)
-                })?;
+                let change = || registered::set_protection(handler, &range, protected);
+                match protected {
+                    true => notify::around(range.clone(), change)?,
+                    // Only adds rights, so a vCPU that waits for this need not be interrupted.
+                    false => change()?,
+                }
                 if !protected && third & PROTECT_DONT_WAKE == 0 {
                     registered::wake(&range);
                 }
