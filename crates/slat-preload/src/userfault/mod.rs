@@ -28,6 +28,8 @@
 //! * Pages without content can be protected from writes, too (`UFFD_FEATURE_WP_UNPOPULATED`).
 //! * One event is posted for each page, not for each thread. A thread may go on before `UFFDIO_WAKE` if
 //!   `UFFDIO_COPY_MODE_DONTWAKE` has provided its page.
+//! * A process that serves another's userfaultfd, and has seccomp filters, has to allow `sendmsg`, `recvmsg`, `recvfrom` and
+//!   `socketpair`.
 //! * A `read` of fewer than 32 bytes takes a part of an event, and `poll` reports no error for a descriptor that blocks.
 
 mod remote;
@@ -44,7 +46,7 @@ use requests::Request;
 use server::Served;
 use slat_host::registered;
 use slat_kvm::background;
-use slat_process::set_errno;
+use slat_process::{helper, set_errno};
 use std::cell::Cell;
 use std::ffi::c_int;
 
@@ -136,6 +138,9 @@ fn create(flags: c_int) -> Result<c_int, i32> {
         return Err(libc::EPERM);
     }
     slat_guard::on_fault(fault);
+    // Filters may forbid the program's threads to post events, and to change the protection of pages. The helper has to
+    // be there before the first filter.
+    helper::start(background::start);
     let token = Token::new()?;
     let [programs, own] = pair(libc::SOCK_STREAM)?;
     token.name(programs.fd())?;

@@ -41,6 +41,7 @@ on_both! {
     a_forked_child_sees_zeroes
     many_threads_wait_for_many_pages
     the_device_makes_a_descriptor
+    threads_with_filters_wait_and_serve
     a_signal_is_handled_while_its_thread_waits
 }
 
@@ -546,6 +547,87 @@ mod client {
         uffd.fault(memory, 0);
         assert_eq!(uffd.copy(memory, &page_of(6)).0, Ok(()));
         assert_eq!(reader.join().unwrap(), 6);
+    }
+
+    /// Installs a filter for this thread that makes calls fail: those by which slat serves userfaultfd.
+    fn forbid_calls() {
+        use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W};
+        let forbidden = [
+            libc::SYS_mprotect,
+            libc::SYS_madvise,
+            libc::SYS_pwrite64,
+            libc::SYS_sendto,
+            libc::SYS_sendmsg,
+            libc::SYS_socketpair,
+        ];
+        let step = |code: u32, jt: u8, k: u32| libc::sock_filter {
+            code: code as u16,
+            jt,
+            jf: 0,
+            k,
+        };
+        let mut program = vec![step(BPF_LD | BPF_W | BPF_ABS, 0, 0)];
+        for (index, number) in forbidden.iter().enumerate() {
+            let to_the_end = (forbidden.len() - index) as u8;
+            program.push(step(BPF_JMP | BPF_JEQ | BPF_K, to_the_end, *number as u32));
+        }
+        program.push(step(BPF_RET | BPF_K, 0, libc::SECCOMP_RET_ALLOW));
+        program.push(step(
+            BPF_RET | BPF_K,
+            0,
+            libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
+        ));
+        let program = libc::sock_fprog {
+            len: program.len() as u16,
+            filter: program.as_mut_ptr(),
+        };
+        // SAFETY: the program is live, and the kernel copies it.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let mode = libc::SECCOMP_MODE_FILTER;
+            assert_eq!(
+                libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program),
+                0
+            );
+            assert_eq!(
+                libc::sendto(-1, std::ptr::null(), 0, 0, std::ptr::null(), 0),
+                -1
+            );
+        }
+        assert_eq!(errno(), libc::EPERM);
+    }
+
+    #[test]
+    #[ignore = "runs by itself"]
+    fn threads_with_filters_wait_and_serve() {
+        use std::sync::mpsc::channel;
+        let memory = map(3);
+        let uffd = Uffd::new(FEATURE_WP);
+        uffd.register(memory, 3 * PAGE, MODE_MISSING | MODE_WP);
+        let (ready, is_ready) = channel();
+        let server = thread::spawn(move || {
+            forbid_calls();
+            ready.send(()).unwrap();
+            uffd.fault(memory, 0);
+            assert_eq!(uffd.copy(memory, &page_of(4)).0, Ok(()));
+            uffd.fault(memory + PAGE, WRITE);
+            assert_eq!(uffd.zero(memory + PAGE, PAGE).0, Ok(()));
+            assert_eq!(uffd.protect(memory, PAGE, 1), Ok(()));
+            uffd.fault(memory, WRITE | WP);
+            assert_eq!(uffd.protect(memory, PAGE, 0), Ok(()));
+        });
+        is_ready.recv().unwrap();
+        let client = thread::spawn(move || {
+            forbid_calls();
+            assert_eq!(load(memory), 4);
+            store(memory + PAGE, 6);
+            // The handler has protected the first page when it has provided the second, or does so soon.
+            thread::sleep(std::time::Duration::from_millis(100));
+            store(memory, 7);
+        });
+        client.join().unwrap();
+        server.join().unwrap();
+        assert_eq!((load(memory), load(memory + PAGE)), (7, 6));
     }
 
     static HANDLED: AtomicBool = AtomicBool::new(false);
