@@ -236,8 +236,8 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// The files of `/proc` that this process has opened to look up its mappings, and to write registered memory. A file of `/proc/self` shows the process
-/// that opened it, so a forked child opens its own.
+/// The files of `/proc` that this process has opened to look up its mappings, and to write registered memory. A file of
+/// `/proc/self` shows the process that opened it, so a forked child opens its own.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]
@@ -295,8 +295,8 @@ impl ProcFile {
     /// Returns the file's descriptor, and opens the file if necessary. The descriptor is slat's as long as the program
     /// does not close descriptors that it did not open. If the program closes it, at any time, a call on this
     /// descriptor fails or reads another file. That does no harm: slat's calls on it (a query that no other file knows,
-    /// and reading at an offset) change nothing. Only calls on [`Files::memory`] write, so slat has to see each close of
-    /// that descriptor ([`closed`]).
+    /// and reading at an offset) change nothing. Only calls on [`Files::memory`] write, so slat has to see each close
+    /// of that descriptor ([`closed`]).
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -338,8 +338,8 @@ impl ProcFile {
     }
 }
 
-/// Writes `len` bytes from the address `from` to the address `to` of this process, which may be protected. The memory at
-/// `to` is private. Returns the number of bytes written, and the errno if these are not all.
+/// Writes `len` bytes from the address `from` to the address `to` of this process, which may be protected. The memory
+/// at `to` is private. Returns the number of bytes written, and the errno if these are not all.
 pub(crate) fn write_memory(from: usize, len: usize, to: usize) -> (usize, Option<i32>) {
     let mut done = 0;
     while done < len {

@@ -135,8 +135,8 @@ fn open_path(
         return guarded(|| device::open(opening));
     }
     if opened < 0 {
-        // Programs that do not find the device make the system call, which slat serves. Some give up if they find a device
-        // that they may not open.
+        // Programs that do not find the device make the system call, which slat serves. Some give up if they find a
+        // device that they may not open.
         if [libc::EACCES, libc::EPERM].contains(&errno())
             && paths::is_spelled(text, b"/dev/userfaultfd")
         {

@@ -1,7 +1,7 @@
 //! Changes of registered memory: what the requests of a userfaultfd and the client's own changes of mappings do.
 //!
-//! A caller that takes pages away from the guest (all functions here except [`fill`] and [`wake`]) calls these functions
-//! inside an invalidation of the range in each VM.
+//! A caller that takes pages away from the guest (all functions here except [`fill`] and [`wake`]) calls these
+//! functions inside an invalidation of the range in each VM.
 
 use super::{
     COUNT, END, EVENT_REMOVE, Handler, Region, TABLE, announce, each_region, find, lock, sleep,
@@ -296,8 +296,8 @@ fn belongs_to(handler: &Handler, address: usize) -> Option<(&'static Region, &'s
 /// protected from the beginning. Wakes nobody. Returns the number of bytes provided, and the errno if that is not all.
 ///
 /// The errno is `EAGAIN` while the client has not read an event about a change, `ENOENT` for memory that is not
-/// registered, `EEXIST` for a page that is there, `EFAULT` if the content cannot be read, `ENOMEM` if the process has too
-/// many mappings.
+/// registered, `EEXIST` for a page that is there, `EFAULT` if the content cannot be read, `ENOMEM` if the process has
+/// too many mappings.
 pub fn fill(
     handler: &Handler,
     range: Range<usize>,

@@ -1,5 +1,5 @@
-//! Memory that a client has registered with a userfaultfd which slat serves (`slat-preload`), because the kernel refuses
-//! the client its own.
+//! Memory that a client has registered with a userfaultfd which slat serves (`slat-preload`), because the kernel
+//! refuses the client its own.
 //!
 //! A page that is not there yet is *absent*: an access to it waits until the client's handler has provided the page. A
 //! *protected* page can be read; a write waits until the handler has lifted the protection. Two kinds of accesses meet
@@ -14,8 +14,8 @@
 //!
 //! An access that has to wait posts one event to the handler for each page, however many threads wait for the page.
 //! Kernels post an event for each thread. (Handlers must expect both: the kernel posts no second event if the threads
-//! come one after the other.) An event is posted again only after the handler has woken the waiting threads and the page
-//! is still missing.
+//! come one after the other.) An event is posted again only after the handler has woken the waiting threads and the
+//! page is still missing.
 //!
 //! # How a page is provided
 //! slat writes the content by `/proc/self/mem`, which ignores the protection of private memory, and then makes the page
@@ -32,8 +32,9 @@
 //! look-up may still read it. Its pages have the state 0 then, which says that they are not registered.
 //!
 //! Waiting threads sleep on one counter of the process, [`CHANGES`]. A thread reads the counter, then the state, and
-//! sleeps only while the counter has the value that it has read. A change stores the state before it raises the counter.
-//! A vCPU waits for at most [`A_WHILE`] at a time, because it must notice signals and requests of other threads.
+//! sleeps only while the counter has the value that it has read. A change stores the state before it raises the
+//! counter. A vCPU waits for at most [`A_WHILE`] at a time, because it must notice signals and requests of other
+//! threads.
 //!
 //! A forked child has the memory, but no handler serves it there. As on Linux, its missing pages read as zero: the
 //! child's first access lifts the protection of the region.
@@ -302,8 +303,8 @@ fn announce() {
     wait::wake(&CHANGES);
 }
 
-/// Makes an access wait. Returns [`Step::Wait`] if the thread has waited and has to look again; `None` if the page is not
-/// registered any more.
+/// Makes an access wait. Returns [`Step::Wait`] if the thread has waited and has to look again; `None` if the page is
+/// not registered any more.
 fn look(address: usize, write: bool) -> Option<Step> {
     let seen = CHANGES.load(SeqCst);
     let (region, page) = find(address)?;

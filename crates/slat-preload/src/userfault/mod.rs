@@ -1,36 +1,40 @@
 //! userfaultfd(2) where the kernel refuses it to the program.
 //!
 //! Containers and ordinary users usually may not use userfaultfd. VMMs need it for lazy restore, postcopy migration and
-//! background snapshots. Where the kernel refuses the call, slat serves it, for private anonymous memory of the program,
-//! guest memory above all. Where the kernel permits it, the program gets the kernel's, unless `SLAT_USERFAULTFD` is
-//! `slat`.
+//! background snapshots. Where the kernel refuses the call, slat serves it, for private anonymous memory of the
+//! program, guest memory above all. Where the kernel permits it, the program gets the kernel's, unless
+//! `SLAT_USERFAULTFD` is `slat`. The same holds for the request of `/dev/userfaultfd`. Where the kernel refuses to open
+//! that device, slat says that there is none: then programs make the call instead.
 //!
 //! # The descriptor
-//! The program gets one end of a pair of stream sockets, slat keeps the other end. slat sends an event as one message of
-//! 32 bytes. So the kernel itself serves `read`, `poll` and `epoll` in every process that has a copy of the descriptor,
-//! also after `fork`, `exec` and SCM_RIGHTS, and the socket tells slat when the last copy is closed. The program's end has
-//! a name, by which slat recognises the descriptor: it begins with [`NAME`], and the rest is random.
+//! The program gets one end of a pair of stream sockets, slat keeps the other end. slat sends an event as one message
+//! of 32 bytes. So the kernel itself serves `read`, `poll` and `epoll` in every process that has a copy of the
+//! descriptor, also after `fork`, `exec` and SCM_RIGHTS, and the socket tells slat when the last copy is closed. The
+//! program's end has a name, by which slat recognises the descriptor: it begins with [`NAME`], and the rest is random.
 //!
 //! # The memory
 //! [`slat_host::registered`] says how accesses to missing pages wait, and how pages are provided.
 //!
 //! # Requests
-//! In the process that has made the descriptor, ioctl carries out a request itself (`requests`). In another process, slat
-//! sends the request to that process, where a thread of slat carries it out (`server`, `remote`). The content of pages
-//! goes with it. So the other process, too, has to run on slat; it may be another user, and need not be allowed to trace
-//! the first process.
+//! In the process that has made the descriptor, ioctl carries out a request itself (`requests`). In another process,
+//! slat sends the request to that process, where a thread of slat carries it out (`server`, `remote`). The content of
+//! pages goes with it. So the other process, too, has to run on slat; it may be another user, and need not be allowed
+//! to trace the first process.
 //!
 //! # What differs from the kernel's
-//! * A system call of the program's own threads that accesses missing memory waits only if it is `read`, `write`, or one
-//!   of their variants. Others return EFAULT. slat waits for all pages of the buffers, before the call.
+//! * A system call of the program's own threads that accesses missing memory waits only if it is `read`, `write`, or
+//!   one of their variants. Others return EFAULT. slat waits for all pages of the buffers, before the call.
 //! * There are no requests `UFFDIO_CONTINUE`, `UFFDIO_MOVE` and `UFFDIO_POISON`, and no events for fork, mremap and
 //!   munmap. Memory that is shared, that maps a file, or that has huge pages cannot be registered (EINVAL).
 //! * Pages without content can be protected from writes, too (`UFFD_FEATURE_WP_UNPOPULATED`).
 //! * One event is posted for each page, not for each thread. A thread may go on before `UFFDIO_WAKE` if
 //!   `UFFDIO_COPY_MODE_DONTWAKE` has provided its page.
-//! * A process that serves another's userfaultfd, and has seccomp filters, has to allow `sendmsg`, `recvmsg`, `recvfrom` and
-//!   `socketpair`.
-//! * A `read` of fewer than 32 bytes takes a part of an event, and `poll` reports no error for a descriptor that blocks.
+//! * A program that closes all its descriptors (`close_range`) closes slat's end of the sockets, too. Its memory that
+//!   is missing then never comes.
+//! * A process that serves another's userfaultfd, and has seccomp filters, has to allow `sendmsg`, `recvmsg`,
+//!   `recvfrom` and `socketpair`.
+//! * A `read` of fewer than 32 bytes takes a part of an event, and `poll` reports no error for a descriptor that
+//!   blocks.
 
 mod remote;
 mod requests;
@@ -204,8 +208,8 @@ fn pair(kind: c_int) -> Result<[Opened; 2], i32> {
     }
 }
 
-/// Whether `fd` refers to `/dev/userfaultfd`: to a device with the number 10 of miscellaneous devices, which knows a request
-/// that has the letter of userfaultfd.
+/// Whether `fd` refers to `/dev/userfaultfd`: to a device with the number 10 of miscellaneous devices, which knows a
+/// request that has the letter of userfaultfd.
 fn is_device(fd: c_int) -> bool {
     const MISCELLANEOUS: libc::c_uint = 10;
     // SAFETY: all-zero is a valid `stat`, which the call fills in.

@@ -214,7 +214,8 @@ impl Request {
     }
 }
 
-/// Provides pages. Returns the value of the field that says how many bytes were provided, and the result of the request.
+/// Provides pages. Returns the value of the field that says how many bytes were provided, and the result of the
+/// request.
 fn provide(
     handler: &Handler,
     range: Range<usize>,

@@ -1,8 +1,8 @@
 //! The thread that serves one userfaultfd for other processes, and notices when the last copy of it is closed.
 //!
-//! Another process sends the descriptor of a new channel through its copy of the userfaultfd ([`remote`](super::remote)).
-//! Each message of a channel is a request, with the content of pages after it. The reply is the errno, or 0, and the
-//! request's structure.
+//! Another process sends the descriptor of a new channel through its copy of the userfaultfd
+//! ([`remote`](super::remote)). Each message of a channel is a request, with the content of pages after it. The reply
+//! is the errno, or 0, and the request's structure.
 
 use super::Token;
 use super::requests::{COPY, Request};

@@ -30,8 +30,8 @@ fn memory(number: i64) -> Option<Memory> {
     }
 }
 
-/// Waits until the memory is there that the program's call `number` accesses. `address` and `size` are the call's second
-/// and third argument.
+/// Waits until the memory is there that the program's call `number` accesses. `address` and `size` are the call's
+/// second and third argument.
 pub fn before(number: i64, address: usize, size: usize) {
     if !registered::is_any() {
         return;
@@ -44,7 +44,8 @@ pub fn before(number: i64, address: usize, size: usize) {
         Some(Memory::Vector { written }) => {
             for index in 0..size.min(libc::UIO_MAXIOV as usize) {
                 let part = (address as *const u64).wrapping_add(2 * index);
-                // SAFETY: guarded loads may be made at any address: a userfaultfd was made, so the handlers are installed.
+                // SAFETY: guarded loads may be made at any address: a userfaultfd was made, so the handlers are
+                // installed.
                 let word = |word| unsafe { slat_guard::load(part.wrapping_add(word)) };
                 // The kernel will refuse an address that cannot be read.
                 let (Ok(start), Ok(len)) = (word(0), word(1)) else {

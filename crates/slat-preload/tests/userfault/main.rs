@@ -1,5 +1,5 @@
-//! Tests userfaultfd(2) as slat serves it, against the kernel's own: each client runs under the library, which serves the
-//! call, and without the library where the kernel permits the call. What a client asserts holds for both.
+//! Tests userfaultfd(2) as slat serves it, against the kernel's own: each client runs under the library, which serves
+//! the call, and without the library where the kernel permits the call. What a client asserts holds for both.
 
 #[path = "../common/mod.rs"]
 mod common;
