@@ -33,7 +33,7 @@ struct file {
 #define CODE ((u8 *)0x4123400000)
 #define PAGES ((u8 *)0x5000000000)
 #define FILE ((struct file *)0x6f31200000)
-#define APART 0x123000
+#define APART 0x357f91000
 
 struct context {
     u64 flags, link, stack[3];

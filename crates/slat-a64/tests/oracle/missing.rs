@@ -7,6 +7,7 @@ use crate::spec::Encoding;
 const MISSING: &[(&str, &[&str])] = &[
     ("UDF is UNDEFINED by definition", &["perm_undef"]),
     ("debug state", &["DRPS_"]),
+    ("extended hints", &["extendedhints"]),
     (
         "PAuth: its hints are NOPs",
         &[

@@ -31,7 +31,9 @@ const PAGE: usize = 4096;
 /// The address of the code of case 0. Random addresses hardly ever reach the helper and its mappings.
 const CODE: u64 = 0x41_2340_0000;
 const PAGES: u64 = 0x50_0000_0000;
-const APART: u64 = 0x12_3000;
+/// The distance between sets. The interpreter has one set of pages, and qemu all of them: a program that adds a random
+/// number to its base must not get to another set.
+const APART: u64 = 0x3_57f9_1000;
 
 /// The rights of the two pages of each set: read and write. The window of a case's memory covers parts of both pages.
 pub const RIGHTS: [[[bool; 2]; 2]; 5] = [

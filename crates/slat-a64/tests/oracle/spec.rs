@@ -12,6 +12,14 @@ pub struct Encoding {
     pub should: u32,
 }
 
+impl Encoding {
+    /// Whether all words of this encoding, and not all words of `other`, match both.
+    pub fn is_inside(&self, other: &Encoding) -> bool {
+        let matches_other = (self.value ^ other.value) & other.mask == 0;
+        matches_other && self.mask & other.mask == other.mask && self.mask != other.mask
+    }
+}
+
 /// All encodings except those of SVE and SME.
 pub static ENCODINGS: LazyLock<Vec<Encoding>> = LazyLock::new(|| {
     let text = include_str!("encodings.txt");
