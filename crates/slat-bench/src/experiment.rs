@@ -15,9 +15,9 @@ pub struct Experiment {
     pub explain: &'static str,
     /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,
-    /// Whether the VMs have no guests. Then their tables can have the format of another architecture.
-    pub(crate) any_tables: bool,
-    /// Makes the measurements of the experiment.
+    /// What is measured instead if the user asks for another architecture than the host's.
+    pub(crate) elsewhere: Elsewhere,
+    /// Measures the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
     /// Returns the lines of the table, with their goals.
     pub compare: fn(&Report) -> Vec<Line>,
@@ -33,10 +33,21 @@ pub(crate) enum Settable {
     AllBut(&'static [&'static str]),
 }
 
+/// What is measured for another architecture than the host's.
+#[derive(Clone, Copy)]
+pub enum Elsewhere {
+    /// Nothing.
+    Nothing,
+    /// The experiment itself, with the tables of that architecture: its VMs have no guests.
+    Tables,
+    /// Another experiment, with guests of that architecture.
+    Guests(&'static Experiment),
+}
+
 impl Experiment {
-    /// Whether the experiment can be measured with the tables of another architecture.
-    pub fn takes_other_tables(&self) -> bool {
-        self.any_tables
+    /// Returns what is measured instead for another architecture than the host's.
+    pub fn elsewhere(&self) -> Elsewhere {
+        self.elsewhere
     }
 
     /// Whether a user can set the policy called `name` for the VMs of this experiment.

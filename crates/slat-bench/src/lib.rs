@@ -8,8 +8,8 @@
 //! | file | idea |
 //! |---|---|
 //! | `arch` | the experiments with guests of the host's architecture |
-//! | `experiments` | the experiments without guests; each file has set-up, timed operations, and rows |
-//! | [`rounds`] | measuring the variants of a case in turns |
+//! | `experiments` | the experiments of every host; one file each: set-up, timed operations, rows |
+//! | [`rounds`] | variants of a case measured in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`maps`] | how guest memory is mapped, between the phases |
 //! | [`published`] | the published numbers |
@@ -18,6 +18,7 @@
 //! | [`html`] | the tables as a page with charts |
 //! | [`bare`], [`mod@array`] | the engine without guests; its rival, whose memslots are in an array |
 //! | `experiment`, `others` | the description of an experiment; the other programs that some experiments start |
+//! | `memory_file` | files in memory that these programs open |
 #![cfg(target_os = "linux")]
 
 mod arch;
@@ -30,6 +31,7 @@ mod experiment;
 mod experiments;
 pub mod html;
 pub mod maps;
+mod memory_file;
 mod others;
 pub mod published;
 pub mod report;
@@ -37,8 +39,8 @@ pub mod rounds;
 pub mod show;
 
 pub use arch::{EXPERIMENTS, as_client};
-pub use experiment::Experiment;
 pub(crate) use experiment::Settable;
+pub use experiment::{Elsewhere, Experiment};
 pub use others::{Linux, Others};
 pub use report::{Report, Row};
 pub use rounds::Size;
@@ -84,7 +86,13 @@ mod tests {
 
     #[test]
     fn every_experiment_is_explained_in_ten_lines_that_fit() {
-        for experiment in EXPERIMENTS {
+        let elsewhere = EXPERIMENTS
+            .iter()
+            .filter_map(|known| match known.elsewhere() {
+                Elsewhere::Guests(other) => Some(other),
+                Elsewhere::Nothing | Elsewhere::Tables => None,
+            });
+        for experiment in EXPERIMENTS.iter().chain(elsewhere) {
             let lines: Vec<_> = experiment.explain.lines().collect();
             assert_eq!(lines.len(), 10, "{}", experiment.name);
             assert!(lines.iter().all(|line| line.chars().count() <= 100));

@@ -1,6 +1,7 @@
 //! Other programs that experiments start.
 
 use std::path::PathBuf;
+use std::process::Command;
 
 /// The other programs that experiments start. If a program is missing, the parts that need it are omitted.
 #[derive(Clone, Debug, Default)]
@@ -20,4 +21,12 @@ pub struct Linux {
     pub materials: PathBuf,
     /// The values of the `--set` options of `slat run`.
     pub policies: Vec<String>,
+}
+
+/// Returns the version of a QEMU, for example `QEMU 7.2.22`. `None` if `program` is not installed.
+pub(crate) fn version_of_qemu(program: &str) -> Option<String> {
+    let output = Command::new(program).arg("--version").output().ok()?;
+    let said = String::from_utf8(output.stdout).ok()?;
+    let number = said.strip_prefix("QEMU emulator version ")?;
+    Some(format!("QEMU {}", number.split_whitespace().next()?))
 }

@@ -140,7 +140,7 @@ mod tests {
             title: "faults",
             explain: "",
             settable: crate::Settable::None,
-            any_tables: false,
+            elsewhere: crate::Elsewhere::Nothing,
             run: |_| Ok(()),
             compare: |report| {
                 let asked = |most| line(report).change_at_most(most);

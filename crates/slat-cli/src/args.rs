@@ -144,7 +144,7 @@ pub struct Bench {
     #[arg(long = "set", value_name = "POLICY=VALUE")]
     pub set: Vec<Assignment>,
 
-    /// Measure the tables of this architecture, written by this machine's processor (only `split`)
+    /// Measure the tables (only `split`) or the guests (only `cpu`) of this architecture, on this machine's processor
     #[arg(long, value_name = "ARCH", value_parser = architectures())]
     pub arch: Option<String>,
 
@@ -162,7 +162,7 @@ pub struct Bench {
     pub materials: Option<PathBuf>,
 
     /// Say what is measured and why, and measure nothing
-    #[arg(long, conflicts_with_all = ["full", "set", "arch", "json", "html", "materials"])]
+    #[arg(long, conflicts_with_all = ["full", "set", "json", "html", "materials"])]
     pub explain: bool,
 }
 

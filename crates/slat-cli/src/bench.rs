@@ -5,7 +5,9 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Others, Report, Size, html, show};
+use slat_bench::{
+    EXPERIMENTS, Elsewhere, Experiment, Failure, Linux, Others, Report, Size, html, show,
+};
 use slat_kvm::policy::Assignment;
 
 use crate::arch::host;
@@ -35,10 +37,13 @@ pub fn run(options: &Bench) -> ExitCode {
         complain(&format!("bench: {}", not_measured(&[&options.experiment])));
         return ExitCode::FAILURE;
     }
-    let selection: Vec<_> = EXPERIMENTS
-        .iter()
-        .filter(|known| [ALL, known.name].contains(&options.experiment.as_str()))
-        .collect();
+    let selection = match select(options) {
+        Ok(selection) => selection,
+        Err(message) => {
+            complain(&format!("bench: {message}"));
+            return ExitCode::from(2);
+        }
+    };
     if options.explain {
         let sections = selection.iter().map(|experiment| {
             format!(
@@ -82,7 +87,37 @@ fn not_measured(names: &[&str]) -> String {
     )
 }
 
-/// Returns the format of the tables that the options ask for, if it is not the format of this machine's architecture.
+/// Returns the experiments that the options name. For another architecture than the host's, they are those of that
+/// architecture.
+///
+/// # Errors
+/// A message that names the experiments without such ones.
+fn select(options: &Bench) -> Result<Vec<&'static Experiment>, String> {
+    let mut selection: Vec<_> = EXPERIMENTS
+        .iter()
+        .filter(|known| [ALL, known.name].contains(&options.experiment.as_str()))
+        .collect();
+    if other_tables(options).is_none() {
+        return Ok(selection);
+    }
+    let mut refusing = Vec::new();
+    for known in &mut selection {
+        match known.elsewhere() {
+            Elsewhere::Nothing => refusing.push(known.name),
+            Elsewhere::Tables => {}
+            Elsewhere::Guests(other) => *known = other,
+        }
+    }
+    match refusing.is_empty() {
+        true => Ok(selection),
+        false => Err(format!(
+            "--arch of another architecture is only for `split` and `cpu`, and not for {}",
+            refusing.join(", ")
+        )),
+    }
+}
+
+/// Returns the format of the tables, if they are not those of this machine's architecture.
 fn other_tables(options: &Bench) -> Option<&'static str> {
     let asked = options.arch.as_deref()?;
     let (_, format) = host::TABLES.iter().find(|(name, _)| *name == asked)?;
@@ -100,16 +135,6 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
         if !refusing.is_empty() {
             return Err(format!(
                 "--set {policy} does not apply to what these experiments measure: {}",
-                refusing.join(", ")
-            ));
-        }
-    }
-    if other_tables(options).is_some() {
-        let refuses = |known: &&&Experiment| !known.takes_other_tables();
-        let refusing: Vec<_> = selection.iter().filter(refuses).map(|e| e.name).collect();
-        if !refusing.is_empty() {
-            return Err(format!(
-                "--arch is for experiments without guests, and not for {}",
                 refusing.join(", ")
             ));
         }

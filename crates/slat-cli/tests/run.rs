@@ -587,6 +587,20 @@ fn bench_explains_itself_without_measuring() {
 }
 
 #[test]
+fn bench_for_another_architecture_has_its_tables_and_its_guests() {
+    if !IS_X86 {
+        return;
+    }
+    let scratch = Scratch::new("other-architecture");
+    let arm64 = |name| scratch.slat(&["bench", name, "--arch", "arm64", "--explain"]);
+    assert!(text(&arm64("cpu").stdout).contains("LDADDAL"));
+    assert!(text(&arm64("split").stdout).contains("skip-last-level"));
+    let refused = arm64("exit");
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused.stderr).contains("not for exit"));
+}
+
+#[test]
 fn bench_names_what_needs_a_guest_that_is_missing() {
     let scratch = Scratch::new("missing-guests");
     let all = text(&scratch.slat(&["bench", "--explain"]).stdout);

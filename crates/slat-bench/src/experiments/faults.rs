@@ -11,7 +11,7 @@ use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::rounds::thread_time;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "faults";
 
@@ -30,7 +30,7 @@ A sample counts only if no other program took a processor away and both threads 
 taken again otherwise, a number of times.
 limit: what two threads could do at best, twice the rate of one.",
     settable: Settable::None,
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

@@ -1,6 +1,7 @@
-//! The experiments that run on the engine without a guest. Some of them also have a measurement with a guest, in
-//! `crate::arch`. Each experiment has a file or a directory.
+//! The experiments that every host has. Most run on the engine without a guest; some of these also have a measurement
+//! with a guest, in `crate::arch`. `a64` has guests, but neither the engine nor KVM. Each has a file or a directory.
 
+pub mod a64;
 pub mod faults;
 pub mod memslots;
 pub mod split;

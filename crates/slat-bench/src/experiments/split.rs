@@ -21,7 +21,7 @@ use crate::compared::{Line, Rows};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::{Bench, thread_time};
-use crate::{Experiment, Failure, Settable};
+use crate::{Elsewhere, Experiment, Failure, Settable};
 
 const NAME: &str = "split";
 
@@ -45,7 +45,7 @@ limit_seconds: the bytes of the new tables, written one after the other. Frames 
         "huge_pages",
         "hierarchical_protect",
     ]),
-    any_tables: true,
+    elsewhere: Elsewhere::Tables,
     run,
     compare,
     rows: Rows::Metrics,

@@ -1,6 +1,7 @@
-//! The experiments on AArch64: only those that run on the engine alone. There are no guest programs for arm64 yet.
+//! AArch64: only the experiments that run on the engine or the processor alone. No KVM programs with guests of arm64
+//! exist yet.
 
-use crate::experiments::{faults, memslots, split, waits};
+use crate::experiments::{a64, faults, memslots, split, waits};
 use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure};
 
@@ -10,6 +11,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     split::EXPERIMENT,
     waits::EXPERIMENT,
     faults::EXPERIMENT,
+    a64::EXPERIMENT,
 ];
 
 const MEMSLOTS: Experiment = Experiment {

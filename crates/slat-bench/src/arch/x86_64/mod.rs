@@ -5,11 +5,9 @@
 //! | [`machine`] | a KVM program whose guest executes a few loops, on slat or on a real KVM |
 //! | `experiments` | one file for each experiment |
 //! | `qemu` | QEMU, for comparison and as a program to run |
-//! | `memory_file` | files in memory that other programs open |
 
 mod experiments;
 pub mod machine;
-mod memory_file;
 #[cfg(test)]
 mod pages;
 mod qemu;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::Linux;
 use crate::arch::x86_64::machine::Failure;
+use crate::others;
 
 pub const PROGRAM: &str = "qemu-system-x86_64";
 /// The line that the guest's init program prints when its shell is ready (conformance/vmm/guest/init).
@@ -20,10 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Returns the version of QEMU, for example `QEMU 7.2.22`. `None` if QEMU is not installed.
 pub fn version() -> Option<String> {
-    let output = Command::new(PROGRAM).arg("--version").output().ok()?;
-    let said = String::from_utf8(output.stdout).ok()?;
-    let number = said.strip_prefix("QEMU emulator version ")?;
-    Some(format!("QEMU {}", number.split_whitespace().next()?))
+    others::version_of_qemu(PROGRAM)
 }
 
 /// The files that a PC boots, and the settings of the boot.

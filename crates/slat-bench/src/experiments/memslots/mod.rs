@@ -11,7 +11,7 @@ use crate::compared::{Line, REAL_KVM, Rows};
 use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::{Bench, Size};
-use crate::{Experiment, Failure, Settable};
+use crate::{Elsewhere, Experiment, Failure, Settable};
 use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;
 
@@ -33,7 +33,7 @@ setup: two trees in each of two sets are filled). direct, shadow: slat on its ot
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     settable: Settable::None,
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

@@ -10,7 +10,7 @@ use crate::Failure;
 use crate::compared::{Line, Rows, shown};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 use histogram::Histogram;
 use operation::{Operation, Subject};
 use unrelated::Unrelated;
@@ -32,7 +32,7 @@ during it. p50, p99, p99.9, max: what they took; p99.9 of fewer than 1000 calls 
 anytime: what 999 of 1000 would wait at most if they came at random moments: one call of a second
 among a million of a microsecond is one call, but half of the moments. Asked for: p99.9 and anytime.",
     settable: Settable::None,
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Cases,

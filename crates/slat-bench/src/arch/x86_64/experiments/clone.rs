@@ -14,7 +14,7 @@ use crate::arch::x86_64::machine::{
 use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "clone";
 
@@ -33,7 +33,7 @@ The bench reads each VM's memory: what another one has written is not there.
 Asked for: a clone in half of the time and with a quarter of the memory; one among 1,000 takes no
 more than twice as long as one alone.",
     settable: Settable::AllBut(&[]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

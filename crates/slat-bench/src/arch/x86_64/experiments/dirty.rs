@@ -23,7 +23,7 @@ use crate::arch::x86_64::machine::{
 use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "dirty";
 
@@ -42,7 +42,7 @@ write faults. dirty-bit: a harvest looks at all leaves. buffer: the walker notes
 end: the log ends, the guest writes again, on 2 MiB pages of the host's. recover: huge leaves come
 back in place (KVM since 6.13). zap: the tables are zapped, and faults bring huge leaves back.",
     settable: Settable::AllBut(&["huge_pages", "dirty_log"]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

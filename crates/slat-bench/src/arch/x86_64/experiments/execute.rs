@@ -10,7 +10,7 @@ use crate::maps::Maps;
 use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "execute";
 
@@ -29,7 +29,7 @@ Here most of the time goes to decoding each page's function once: it falls less 
 No prefetch; no kvm, whose NX policy is its host's.
 Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx-off.",
     settable: Settable::AllBut(&["nx_huge_pages", "nx_huge_pages_split", "prefetch"]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

@@ -13,7 +13,7 @@ use crate::compared::{Line, Rows};
 use crate::maps::Maps;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "mmio";
 
@@ -32,7 +32,7 @@ ordinary: faults, TLB misses and calls, no MMIO. Published in 2011: rr +2.5 %, o
 Asked for: cached makes no look-up at all and takes no longer with 32764 slots than with 32; rr is
 no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor time.",
     settable: Settable::AllBut(&["mmio_caching"]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

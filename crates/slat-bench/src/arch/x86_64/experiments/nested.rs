@@ -14,7 +14,7 @@ use crate::arch::x86_64::machine::{
 use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "nested";
 
@@ -33,7 +33,7 @@ mmio: L2's writes to a device register in no memslot. Asked for: l2 at most 3 ti
 within 5 %; with a window of 8 pages 1/8 of the faults; cached MMIO without a look-up of a memslot.
 Times are the vCPU's processor time.",
     settable: Settable::AllBut(&["prefetch", "mmio_caching"]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

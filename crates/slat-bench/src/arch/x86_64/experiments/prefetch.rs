@@ -10,7 +10,7 @@ use crate::arch::x86_64::machine::{
 use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "prefetch";
 
@@ -29,7 +29,7 @@ is closed elsewhere. Asked for: window-8 takes 1/8 of the faults and 0.8 of the 
 most 1.1; adaptive at most 1/64 of the faults, and at random it wastes no more than 5 % of the pages
 touched. Times are the vCPU's processor time.",
     settable: Settable::AllBut(&["prefetch"]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

@@ -13,9 +13,10 @@ use crate::arch::x86_64::machine::{
 };
 use crate::arch::x86_64::qemu;
 use crate::compared::{Line, Rows};
+use crate::experiments::a64;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "cpu";
 const COLD: &str = "cold";
@@ -35,7 +36,7 @@ walk: additions to 32768 pages in a pseudo-random order: most walk the guest's t
 cold: writes 65536 functions, a page each, and calls each once. The same on tcg, QEMU's software
 CPU, without its start, and on a real KVM: the limit. Asked for: 1.5 times tcg's, twice for miss.",
     settable: Settable::AllBut(&[]),
-    any_tables: false,
+    elsewhere: Elsewhere::Guests(&a64::EXPERIMENT),
     run,
     compare,
     rows: Rows::Metrics,

@@ -12,8 +12,8 @@ use kvm_bindings::kvm_regs;
 
 use crate::arch::x86_64::machine::guest::{self, DATA, PAGE, PAGE_DIRECTORIES};
 use crate::arch::x86_64::machine::{Failure, Program};
-use crate::arch::x86_64::memory_file::MemoryFile;
 use crate::arch::x86_64::qemu::{self, Qemu, TemporaryFile};
+use crate::memory_file::MemoryFile;
 
 pub const NAME: &str = "tcg";
 

@@ -10,7 +10,7 @@ use std::process::Command;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY_REGION};
 
 use crate::arch::x86_64::machine::Failure;
-use crate::arch::x86_64::memory_file::MemoryFile;
+use crate::memory_file::MemoryFile;
 
 /// The number of calls before the measured calls. During these calls, slat rewrites the call site.
 const BEFORE: u32 = 1000;

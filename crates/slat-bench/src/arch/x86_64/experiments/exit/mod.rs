@@ -18,7 +18,7 @@ use crate::arch::x86_64::machine::{Api, Failure, RealKvm};
 use crate::compared::{Line, Rows};
 use crate::report::{Report, Sample, Unit, median};
 use crate::rounds::{Bench, Size};
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "exit";
 
@@ -37,7 +37,7 @@ kernel: what a system call itself costs, without dispatch and with it.
 Asked for: an exit by dispatch in at most twice a call by dispatch; from a rewritten site in 1 µs.
 Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a call.",
     settable: Settable::None,
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,

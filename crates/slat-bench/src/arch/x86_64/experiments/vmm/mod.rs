@@ -9,7 +9,7 @@ use crate::arch::x86_64::machine::{Api, Failure, Slat};
 use crate::compared::{Line, Rows};
 use crate::report::Report;
 use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::{Elsewhere, Experiment, Settable};
 
 const NAME: &str = "vmm";
 
@@ -28,7 +28,7 @@ boots); idle; reads of a disk. Only with --materials DIR, which conformance/vmm/
 Asked for: kick <= 1 us, irqfd <= 20 us; of tcg's time: boot 0.7 (debian 0.9), a work 0.6 (short 1,
 i386 0.7, debian 0.9, all 0.6, floats 0.3); of a boot's, a later one 0.6; idle 0.5 %, read 200 MB/s.",
     settable: Settable::AllBut(&[]),
-    any_tables: false,
+    elsewhere: Elsewhere::Nothing,
     run,
     compare,
     rows: Rows::Metrics,
