@@ -251,7 +251,7 @@ pub(crate) trait Tier {
         };
         self.prepare_stores(address, 2 << size, each)
     }
-    /// Like [`load`](Self::load), but loads two adjacent values, one after the other.
+    /// Loads two adjacent values of 1 << `size` bytes, one after the other, each as [`load`](Self::load) does.
     #[inline(always)]
     fn load_pair(
         &mut self,
@@ -263,7 +263,8 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         Ok([first, self.load(address, size, access)?])
     }
-    /// Like [`store`](Self::store), but stores two adjacent values; if either store would fail, stores nothing.
+    /// Stores two adjacent values of 1 << `size` bytes, each as [`store`](Self::store) does. If either store would
+    /// fail, stores nothing.
     #[inline(always)]
     fn store_pair(
         &mut self,
@@ -277,7 +278,8 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         self.store(address, size, values[1], access)
     }
-    /// Like [`load_part`](Self::load_part), but loads two adjacent values, one after the other.
+    /// Loads two adjacent vectors of 1 << `size` bytes, one after the other, each as [`load_part`](Self::load_part)
+    /// does.
     #[inline(always)]
     fn load_vector_pair(
         &mut self,
@@ -289,8 +291,8 @@ pub(crate) trait Tier {
         let address = self.second_of_pair(address, size);
         Ok([first, self.load_part(address, size, access)?])
     }
-    /// Like [`store_part`](Self::store_part), but stores two adjacent values; if either store would fail, stores
-    /// nothing.
+    /// Stores the low 1 << `size` bytes of each of two vectors at adjacent addresses, as
+    /// [`store_part`](Self::store_part) does. If either store would fail, stores nothing.
     #[inline(always)]
     fn store_vector_pair(
         &mut self,

@@ -236,7 +236,8 @@ impl ArrayVm {
         }
     }
 
-    /// Like [`ArrayVm::new`], but creates a memslot for each of `regions` in a single change.
+    /// Makes a VM like [`ArrayVm::new`], but with a memslot for each of `regions`. All memslots are created in a single
+    /// change.
     ///
     /// # Errors
     /// The errors of [`ArrayVm::set_memory_region`]. It is also an error if `regions` are not in ascending order.

@@ -65,8 +65,8 @@ pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], but includes the parts that need other programs. If the files for such a part are missing, a note in
-/// the report says so.
+/// Runs experiments like [`run`], and also runs the parts that need other programs. If the files for such a part are
+/// missing, a note in the report says so.
 ///
 /// # Errors
 /// The errors of [`run`].

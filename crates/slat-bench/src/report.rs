@@ -239,7 +239,8 @@ impl Report {
         self.ratio_between(experiment, metric, (case, before), (case, after))
     }
 
-    /// Like [`Report::ratio`], but compares two cases and variants that were measured in the same rounds.
+    /// Returns a ratio like [`Report::ratio`], but of two measurements that may differ in case and variant. Both must
+    /// have been measured in the same rounds.
     pub fn ratio_between(
         &self,
         experiment: &str,

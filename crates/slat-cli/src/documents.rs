@@ -41,7 +41,8 @@ pub fn man(options: &args::Man) -> ExitCode {
     }
 }
 
-/// Like [`Man::render`], but turns each heading in the text after the options into a section of the page.
+/// Writes the manual page of a command like [`Man::render`], but makes each heading in the text after the options a
+/// section of the page.
 fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let man = Man::new(page.clone()).source(concat!("slat ", env!("CARGO_PKG_VERSION")));
     man.render_title(text)?;

@@ -73,7 +73,7 @@ impl HostPlatform {
 impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
     const GRANULE: Granule = Frames::<PAGE_SHIFT>::GRANULE;
 
-    /// Like [`HostPlatform::new`], but the pages have `1 << PAGE_SHIFT` bytes.
+    /// Makes a platform like [`HostPlatform::new`], but for guests with pages of `1 << PAGE_SHIFT` bytes.
     ///
     /// # Errors
     /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller than that, because a

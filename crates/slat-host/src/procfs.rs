@@ -224,7 +224,7 @@ pub fn closed(fd: i32) {
     }
 }
 
-/// Like [`closed`], for all descriptors from `first` to `last`.
+/// Call before the program closes all descriptors from `first` to `last`. For one descriptor, see [`closed`].
 pub fn closed_within(first: u32, last: u32) {
     if let Some(files) = FILES.peek() {
         for file in files.all() {

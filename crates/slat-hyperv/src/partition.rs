@@ -268,8 +268,8 @@ impl Partition {
         })
     }
 
-    /// Ends the write that [`begin_page`](Self::begin_page) began. Does nothing if the guest or the host has named a
-    /// page meanwhile.
+    /// Ends the write of the reference TSC page that [`begin_page`](Self::begin_page) began. Does nothing if the guest
+    /// or the host has written the MSR that names the page meanwhile.
     pub fn end_page(&mut self, due: DuePage, outcome: PageOutcome) {
         let PageState::InProgress { stale } = self.page_state else {
             return;
@@ -286,12 +286,13 @@ impl Partition {
     }
 }
 
-/// The outcome of an attempt to write the page.
+/// The outcome of an attempt to write the reference TSC page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageOutcome {
-    /// The page has this content.
+    /// The reference TSC page has this content.
     Shows(TscPage),
-    /// The reference TSC page is not in memory, or the TSC is unsuitable for it: the guest has to read the MSR.
+    /// The reference TSC page is not in memory, or the TSC is unsuitable for the page. The guest has to read the time
+    /// from the MSR instead.
     Broken,
     /// The attempt was interrupted, and has to be repeated.
     Later,

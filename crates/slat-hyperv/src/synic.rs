@@ -27,7 +27,7 @@ pub enum Effect {
     None,
     /// The vectors of interrupt sources (SINTs) have changed.
     Vectors,
-    /// This MSR has changed. The caller has to tell the client, which may emulate devices that send messages.
+    /// This MSR has changed. The caller has to tell the VMM, which may emulate devices that send messages.
     Exit(u32),
     /// The guest has read messages. So messages of every source that wait for a free slot can be sent.
     EndOfMessage,
@@ -36,7 +36,7 @@ pub enum Effect {
 /// The registers of one SynIC.
 #[derive(Clone, Debug)]
 pub struct Synic {
-    /// Whether the client has enabled the SynIC. Otherwise the guest has no SynIC.
+    /// Whether the VMM has enabled the SynIC. Otherwise the guest has no SynIC.
     active: bool,
     clears_pages: bool,
     control: u64,

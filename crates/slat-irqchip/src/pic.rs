@@ -83,9 +83,9 @@ impl Pics {
         Self::with_sources_until_end(0)
     }
 
-    /// Like [`new`](Self::new), but `sources`, by bit, hold a line only until the guest ends the line's interrupt.
-    /// These sources release the line before the pair looks at its lines again. Otherwise the slave would ask the
-    /// master once more for that line, and the CPU would get a spurious interrupt.
+    /// Creates the pair like [`new`](Self::new), but each source with a bit in `sources` raises its line only until the
+    /// guest ends the line's interrupt. Such a source lowers the line before the pair looks at its lines again.
+    /// Otherwise the slave would ask the master once more for that line, and the CPU would get a spurious interrupt.
     pub const fn with_sources_until_end(sources: u64) -> Self {
         Pics {
             chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],

@@ -126,8 +126,9 @@ impl EventFd {
         }
     }
 
-    /// Like [`drain`](Self::drain), but polls and then reads. The read may wait if the client reads the counter at the
-    /// same time. Call on hosts without `preadv2`: qemu-user, where no seccomp filter forbids these calls.
+    /// Resets the counter like [`drain`](Self::drain), but polls the descriptor first, and then reads it. The read may
+    /// wait if the client reads the counter at the same time. Call on hosts without `preadv2`: qemu-user, where no
+    /// seccomp filter forbids these calls.
     fn drain_ready(&self) -> bool {
         let mut ready = libc::pollfd {
             fd: self.fd.0,

@@ -20,15 +20,16 @@ use std::time::Duration;
 /// The interval at which a waiting thread checks its condition, if the kernel does not wake it.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// The thread that ends the process. The watcher shares the program's descriptor table, because the `atexit` handlers
-/// that it runs use the program's descriptors.
+/// The watcher: the thread that ends the process. This thread shares the program's descriptor table, because it runs
+/// the `atexit` handlers, which use the program's descriptors.
 #[derive(Debug, Default)]
 struct Watcher {
     observer: Observer,
 }
 
-/// The thread that checks for remaining threads after the process's first thread has ended. The observer has a separate
-/// descriptor table, so that the program does not see the observer's descriptors.
+/// The observer: the thread that, after the process's first thread has ended, checks whether other threads of the
+/// program are left. This thread has a descriptor table of its own, so that the program does not see the descriptors
+/// that it opens.
 #[derive(Debug)]
 struct Observer {
     /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;

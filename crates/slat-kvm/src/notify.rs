@@ -73,7 +73,7 @@ pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
     around_all(&[range], change)
 }
 
-/// Like [`around`], but for several ranges at once.
+/// Runs `change` like [`around`], but `change` may change the host's mappings in all of `ranges`.
 pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
     let vms = live();
     if vms.is_empty() {

@@ -250,7 +250,7 @@ pub(crate) fn userfault() -> bool {
     current().is_ok_and(|policies| policies.userfault)
 }
 
-/// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
+/// Returns the value of the policy `name` as a number: 1 for "on"; 0 for "off", and if there is no such policy.
 pub(crate) fn number(name: &str) -> u64 {
     value(name).map_or(0, |value| match value.as_str() {
         "on" => 1,
@@ -258,7 +258,7 @@ pub(crate) fn number(name: &str) -> u64 {
     })
 }
 
-/// Returns the value of a policy, in text. `None`: there is no such policy.
+/// Returns the value of the policy `name` as text. `None`: there is no such policy.
 pub(crate) fn value(name: &str) -> Option<String> {
     let policies = of_new_vms().ok()?.get();
     let setting = policies.iter().find(|known| known.name() == name)?;

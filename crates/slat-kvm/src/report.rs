@@ -20,8 +20,8 @@ pub struct Totals {
     pub vms: u64,
     /// The sums of the statistics of the VMs' memory systems.
     pub memory: Stats,
-    /// The sums of the counters of the VMs' CPUs, in the order of [`Counters::NAMES`]. For a CPU that runs, these are
-    /// its counters at its last exit.
+    /// The sums of the counters of the VMs' CPUs, in the order of [`Counters::NAMES`]. A running CPU contributes the
+    /// counters that it had at its last exit.
     pub cpu: [u64; Counters::COUNT],
     /// The reason why no code is compiled. `None`: code is compiled.
     pub interprets: Option<&'static str>,

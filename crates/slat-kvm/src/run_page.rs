@@ -310,7 +310,7 @@ pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     sized_memfd(name, size, close_on_exec).inspect_err(|error| refused_size(name, size, *error))
 }
 
-/// Like [`memfd`], but prints no message.
+/// Makes a memory file like [`memfd`], but prints no message if the client's RLIMIT_FSIZE forbids the size.
 ///
 /// # Errors
 /// The errors are those of [`memfd`].

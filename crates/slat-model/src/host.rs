@@ -99,7 +99,7 @@ impl HostMemory {
         Self::with_granule(Granule::Kib4, pages)
     }
 
-    /// Like [`new`](Self::new), but with pages of `granule`.
+    /// Makes host memory like [`new`](Self::new), but with pages of `granule`.
     pub fn with_granule(granule: Granule, pages: u64) -> Self {
         assert!(pages <= 1 << PAGE_BITS);
         let word = PRESENT | WRITABLE | 1 << LEVEL_SHIFT;
@@ -170,7 +170,7 @@ impl HostMemory {
         })
     }
 
-    /// Like [`HostMemory::get`], but returns a page that may be shared as not writable.
+    /// Returns a page like [`HostMemory::get`], but with no right to write if the page may be shared.
     pub(crate) fn usable(&self, page: u64) -> Option<HostPage> {
         let found = self.get(page)?;
         Some(found.with_writable(found.writable && !self.is_shared(page)))

@@ -125,8 +125,8 @@ impl ModelSlot {
         self.bounded_level(gfn, host)
     }
 
-    /// Like [`Self::fitting_level`], but as if the slot did not log. A write-protected leaf that was installed before
-    /// dirty logging was turned on may have this level.
+    /// Returns the level that [`Self::fitting_level`] would return if the slot had no dirty log. A write-protected leaf
+    /// that was installed before dirty logging was turned on may have this level.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {

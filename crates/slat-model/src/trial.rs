@@ -101,7 +101,7 @@ impl Subject {
         (self.run)(self.config(), setup, rng, steps)
     }
 
-    /// Like [`Subject::run`], but from a seed.
+    /// Runs steps like [`Subject::run`], but derives them from a seed.
     ///
     /// # Panics
     /// The panics of [`Subject::run`], with a [`Failure`] as the message.
@@ -123,7 +123,8 @@ impl Subject {
         tally
     }
 
-    /// Like [`Subject::run_seed`], but returns the failure. Shortening a failing run takes up to 20 seconds.
+    /// Runs the steps of a seed like [`Subject::run_seed`], but returns a failure instead of panicking. Shortening a
+    /// failing run takes up to 20 seconds.
     ///
     /// # Errors
     /// [`Failure`]: engine, platform and model disagree.

@@ -25,8 +25,8 @@ macro_rules! interpose {
 }
 pub(crate) use interpose;
 
-/// Like [`interpose`], but for a function that creates a thread: the thread begins with its creator's floating-point
-/// state.
+/// Defines a function like [`interpose`], but for a function of the C library that creates a thread: the new thread
+/// begins with its creator's floating-point state.
 macro_rules! interpose_with_callers_floats {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(

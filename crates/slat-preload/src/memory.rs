@@ -58,7 +58,8 @@ pub fn around(ranges: &[Range], change: impl FnOnce() -> Answer) -> isize {
     around_then(ranges, change, |_| {})
 }
 
-/// Like [`around`]. If `change` succeeds, also runs `told` with its value, before the invalidation ends.
+/// Runs `change` inside an invalidation like [`around`]. If `change` succeeds, also runs `told` with the value that
+/// `change` returned, before the invalidation ends.
 fn around_then(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,
@@ -70,7 +71,7 @@ fn around_then(
     guarded(|| invalidating(ranges, change, told))
 }
 
-/// Like [`around_then`], but for a caller that is already in a [`Section`].
+/// Runs `change` and `told` inside an invalidation like [`around_then`]. The caller is already in a [`Section`].
 fn invalidating(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,

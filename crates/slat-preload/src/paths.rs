@@ -128,7 +128,8 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
     special_in(path, Memory::Unknown, || true)
 }
 
-/// Like [`special`], for a path that is not null and can be read. The caller ensures that the path can be read.
+/// Returns the special file that `path` names for a call that resolves it from `directory`, like [`special`]. The
+/// caller ensures that `path` is not null and can be read.
 pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special> {
     let path = Path {
         directory,
@@ -408,7 +409,8 @@ pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     Some(unsafe { CStr::from_ptr(string) })
 }
 
-/// Like [`each_byte`], but without a maximum length. Returns the number of bytes.
+/// Calls `each` for each byte of a C string before the NUL, but for at most `max` bytes. Returns the number of these
+/// bytes, which may be more than `PATH_MAX`, unlike in [`each_byte`]. `None`: the string cannot be read.
 fn walk(
     text: *const c_char,
     memory: Memory,

@@ -114,7 +114,8 @@ impl Opened {
         unsafe { self.write_from(bytes.as_ptr() as usize, bytes.len(), offset) }
     }
 
-    /// Like [`write_at`](Self::write_at), but writes the `len` bytes at the address `from`.
+    /// Writes to the file like [`write_at`](Self::write_at), but takes the bytes from the `len` bytes of memory at the
+    /// address `from`.
     ///
     /// # Safety
     /// - The memory is mapped and readable.

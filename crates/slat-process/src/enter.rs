@@ -36,9 +36,9 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Like [`raw`], for a process in which slat's own threads enter the kernel at their own gate. Not inlined, because the
-/// compiler could then read the thread-local variable earlier than necessary, even at the program's start, before a
-/// preloaded sanitizer's runtime is ready.
+/// Makes a system call like [`raw`], in a process in which slat's own threads enter the kernel at an instruction of
+/// their own. Not inlined, because the compiler could then read the thread-local variable earlier than necessary, even
+/// at the program's start, before a preloaded sanitizer's runtime is ready.
 ///
 /// # Safety
 /// The requirements of [`raw`].

@@ -168,7 +168,7 @@ impl<T: Default + Sync + 'static> PerProcess<T> {
         self.get_or_start(|_| {})
     }
 
-    /// Like [`get`](Self::get). If this call makes the value, also calls `start` with it.
+    /// Returns the value like [`get`](Self::get). If this call makes the value, also calls `start` with the value.
     pub fn get_or_start(&'static self, start: impl FnOnce(&'static T)) -> &'static T {
         if let Some(value) = self.peek() {
             return value;

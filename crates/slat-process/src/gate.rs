@@ -52,8 +52,9 @@ pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
 }
 
-/// Makes a system call by slat's own instruction, wherever the gate is. Inlined, and calls no function of the C
-/// library, because slat's library makes such calls before it is linked.
+/// Makes a system call by slat's own instruction, even if the gate has been moved to an instruction of the C library.
+/// Inlined, and calls no function of the C library, because slat's library makes such calls before the dynamic linker
+/// has linked that library.
 ///
 /// # Safety
 /// The requirements of [`raw`](crate::calls::raw).

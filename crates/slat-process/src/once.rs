@@ -45,7 +45,8 @@ impl<T: Send + Sync + 'static> Computed<T> {
         self.get_or_init_then(compute, |_| {})
     }
 
-    /// Like [`get_or_init`](Self::get_or_init), but calls `first` with the value on the thread that has made it.
+    /// Returns the value like [`get_or_init`](Self::get_or_init). The thread that has made the value also calls `first`
+    /// with it.
     pub fn get_or_init_then(
         &'static self,
         compute: impl FnOnce() -> T,

@@ -26,8 +26,8 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     }
 }
 
-/// Like [`remap`], but maps the pages of a file at `range`, and then truncates the file in the middle, so that accesses
-/// to the second half cause SIGBUS.
+/// Replaces the mapping of `range` like [`remap`], but by the pages of a file, and then truncates the file to half its
+/// size, so that accesses to the second half of `range` cause SIGBUS.
 ///
 /// # Safety
 /// Only guests and guarded accesses use the current mapping of `range`.

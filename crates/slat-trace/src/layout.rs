@@ -50,7 +50,7 @@ pub(crate) struct Header {
 pub(crate) struct Ring {
     /// The number of records ever written. The newest of them are in the ring.
     pub(crate) head: AtomicU64,
-    /// The index in the ring of the next record.
+    /// The index in the ring of the record that is to be written next.
     pub(crate) next: AtomicU64,
     /// The id of the thread that writes to the ring.
     pub(crate) tid: AtomicU32,

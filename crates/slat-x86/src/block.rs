@@ -272,7 +272,8 @@ impl Block {
             .all(|(lin, code)| self.holds_beside(lin, code))
     }
 
-    /// Like [`holds`](Self::holds), but checks that memory holds `code` at `lin`, which is in the page of this block.
+    /// Returns whether guest memory still contains `code` at `lin`, an address in the page of this block.
+    /// [`holds`](Self::holds) checks the block's own code in this way.
     pub(crate) fn holds_beside(&self, lin: u64, code: &[u8]) -> bool {
         let Some(mut place) = self.first else {
             return false;

@@ -48,7 +48,8 @@ impl BusLock {
         self.locked
     }
 
-    /// Like [`is_due`](Self::is_due), but also clears the record of the bus lock.
+    /// Returns whether a bus lock is to be reported, like [`is_due`](Self::is_due), and clears the record of the bus
+    /// lock.
     pub(crate) fn take(&mut self) -> bool {
         std::mem::take(&mut self.locked)
     }

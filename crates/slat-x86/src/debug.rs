@@ -90,8 +90,9 @@ impl Cpu {
         self.state.rflags & flags::TF != 0 || self.requests.debugger.single_step
     }
 
-    /// Like [`trap`](Self::trap), but for an instruction that was finished with the caller's result. Checks again
-    /// whether the instruction is single-stepped, because the debugger may have changed its requests meanwhile.
+    /// Records watchpoint hits and a single step like [`trap`](Self::trap), but for an instruction that was finished
+    /// with the caller's result. Checks again whether the instruction is single-stepped, because the debugger may have
+    /// changed its requests meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);

@@ -28,8 +28,9 @@ impl Cpu {
         }
     }
 
-    /// Like [`check_snapshot`](Self::check_snapshot), but gives up if the check would need a translation. `page` is the
-    /// page of the code at `rip`. Returns whether `page` is now current for this CPU, possibly in a new edition.
+    /// Checks the copied lines of `page` like [`check_snapshot`](Self::check_snapshot), but gives up if the check would
+    /// need an address translation. `page` is the page of the code at `rip`. Returns whether `page` is now current for
+    /// this CPU, possibly in a new edition.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -125,7 +126,8 @@ impl Cpu {
         self.gone(lin, host, Access::Execute)
     }
 
-    /// Like [`code_host`](Self::code_host), but for code that is not kept (`once`).
+    /// Returns the host address of the page with the code at `lin`, like [`code_host`](Self::code_host), but for code
+    /// that is executed once and not kept (`once`).
     pub(crate) fn once_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
         if self.code.once.key != key || self.code.once.generation != self.code.clock.generation() {

@@ -23,7 +23,7 @@ impl Cpu {
         self.intercept_with(op, code, 0)
     }
 
-    /// Like [`intercept`](Self::intercept), but with a value for EXITINFO1.
+    /// Causes a #VMEXIT like [`intercept`](Self::intercept), with `info_1` as its EXITINFO1.
     #[inline(always)]
     pub(crate) fn intercept_with(&mut self, op: &Op, code: u64, info_1: u64) -> Result<(), Break> {
         match self.svm.is_guest() {

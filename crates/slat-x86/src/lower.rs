@@ -217,7 +217,8 @@ fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option
     }
 }
 
-/// Like [`lower_simd`], but for a mode in which the guest has disabled some SIMD instructions.
+/// Chooses the handler of a SIMD instruction like [`lower_simd`], but for a mode in which the guest has disabled some
+/// SIMD instructions.
 #[inline(never)]
 fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
     let handler = simd::choose(lower, insn, op)?;
@@ -234,8 +235,8 @@ fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) ->
     })
 }
 
-/// Like [`lower_simd`], but for an instruction without a row: an x87 instruction, or an instruction that this CPU does
-/// not have.
+/// Chooses the handler of an instruction that has no row in [`Table`]: an x87 instruction, or an
+/// instruction that this CPU does not have.
 #[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {

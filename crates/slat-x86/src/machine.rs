@@ -135,8 +135,8 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// Like [`Fault::Retry`]: the access needs guest memory, and has had no effect. The CPU retries it, and the run
-    /// does not end.
+    /// The access needs guest memory that is not there yet, and has had no effect. The CPU retries the access, and the
+    /// run does not end, as for [`Fault::Retry`].
     Retry,
 }
 
@@ -167,8 +167,9 @@ pub trait Mmu {
         self.translate(gpa, access, &Paging::OFF)
     }
 
-    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. The
-    /// `nested` tables translate the address first, which may cause [`Fault::NestedPage`].
+    /// Returns the host page that backs the page of `gpa`, a physical address of a nested guest. The `nested` tables
+    /// translate the address first, which may cause [`Fault::NestedPage`]. Otherwise like
+    /// [`translate_physical`](Self::translate_physical).
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -260,7 +261,7 @@ pub enum HypercallOutcome {
     Outside,
     /// The CPU raises #UD. No register was changed.
     Undefined,
-    /// Like [`Fault::Retry`]. No register was changed.
+    /// The CPU executes the instruction anew, as for [`Fault::Retry`]. No register was changed.
     Retry,
 }
 

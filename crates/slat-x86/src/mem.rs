@@ -62,8 +62,9 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Like [`load`](Self::load), but returns `None` if the fast path cannot make the access. If a handler calls a
-    /// separate function for the slow path, its fast path needs no stack frame.
+    /// Loads a word by the fast path of [`load`](Self::load) only. `None`: the software TLB has no page for the access,
+    /// or the page is not accessible. If a handler calls a separate function for the slow path, the handler's fast path
+    /// needs no stack frame.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -72,7 +73,8 @@ impl Cpu {
         unsafe { slat_guard::load(host.cast::<T>()) }.ok()
     }
 
-    /// Like [`store`](Self::store), but returns `false` if the fast path cannot make the access.
+    /// Stores a word by the fast path of [`store`](Self::store) only. Returns `false` if the software TLB has no page
+    /// for the access, or the page is not accessible.
     #[inline(always)]
     pub(crate) fn try_store<T: Word>(&mut self, lin: u64, v: T) -> bool {
         let table = self.table;
@@ -279,8 +281,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`aligned16`](Self::aligned16), but for the memory operand of an SSE instruction that computes. If MXCSR.MM
-    /// is set, such an operand need not be aligned.
+    /// Raises #GP(0) unless the memory operand of an SSE instruction that computes is aligned to 16 bytes, or MXCSR.MM
+    /// permits unaligned operands.
     #[inline(always)]
     pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
         match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
@@ -304,8 +306,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::load_bytes`], but for an instruction that cannot read MMIO: a read of MMIO ends the run with
-    /// [`Exit::Emulation`] and this `reason`.
+    /// Reads bytes like [`Self::load_bytes`], but for an instruction that cannot read MMIO: a read of MMIO ends the run
+    /// with [`Exit::Emulation`] and this `reason`.
     pub(crate) fn load_memory(
         &mut self,
         lin: u64,

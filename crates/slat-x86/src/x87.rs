@@ -99,7 +99,8 @@ impl Stub {
         Stub(512 + u16::from(opcode & 7) * 8 + u16::from(modrm >> 3 & 7))
     }
 
-    /// Like [`Self::on_memory`], but for an instruction with an operand-size prefix.
+    /// Returns the stub of an instruction with a memory operand and an operand-size prefix; [`Self::on_memory`] is for
+    /// instructions without the prefix.
     fn on_memory_16(opcode: u8, modrm: u8) -> Stub {
         Stub(Stub::on_memory(opcode, modrm).0 + 64)
     }
@@ -369,8 +370,9 @@ impl Run {
         self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
     }
 
-    /// Like [`Self::call`], but for an instruction that stores, loads or clears the guest's pointers. Executes the
-    /// instruction twice: if a thread switch has lost the pointers, the two results differ.
+    /// Calls a stub like [`Self::call`], but for an instruction that stores, loads or clears the guest's x87 pointers
+    /// (the addresses of the last instruction and its operand). Executes the instruction twice: if a thread switch has
+    /// lost the pointers, the two results differ.
     fn call_with_pointers(&mut self, stub: Stub) {
         self.repeat(stub, |run, before| {
             let mut again = before.clone();

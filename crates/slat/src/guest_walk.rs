@@ -349,7 +349,7 @@ pub fn walk<T: GuestTables>(
     walk_with_path(tables, paging, gva, access).map(|(page, _)| page)
 }
 
-/// Like [`walk`], but also returns the entries on the path.
+/// Walks the guest's tables like [`walk`], and also returns the entries on the path.
 pub(crate) fn walk_with_path<T: GuestTables>(
     tables: &mut T,
     paging: &GuestPaging,

@@ -44,7 +44,7 @@ pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
-/// Like `Box::new`, but returns an error.
+/// Allocates a box for `value`. Unlike `Box::new`, returns an error if there is no memory.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }

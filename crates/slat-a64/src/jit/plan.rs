@@ -78,7 +78,8 @@ impl Block {
     }
 }
 
-/// Chooses the checkpoints of a block.
+/// Chooses the checkpoints of a block: the steps before which compiled code writes the guest's registers to the state,
+/// so that the interpreter can continue from there ([`Step::is_checkpoint`]).
 fn set_checkpoints(steps: &mut [Step]) {
     let mut has_checkpoint = false;
     for step in steps {

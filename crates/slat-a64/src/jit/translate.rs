@@ -25,7 +25,8 @@ use std::vec::Vec;
 pub(super) const CONTINUE: u64 = 0;
 /// A region's return value: the interpreter must execute the instruction at the program counter.
 pub(super) const INTERPRET: u64 = 1;
-/// Like [`INTERPRET`], but the current flags are in the frame, not in the state.
+/// A region's return value: like [`INTERPRET`], but the current flags are in the frame of compiled code, not in the
+/// state of the CPU.
 pub(super) const INTERPRET_WITH_FLAGS: u64 = 2;
 
 /// The result of a translation, besides the code.

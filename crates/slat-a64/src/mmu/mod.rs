@@ -185,8 +185,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         })
     }
 
-    /// Like [`place_once`](Self::place_once), but if an instruction reads and writes, and a read would have the same
-    /// fault, reports the fault as that of a read.
+    /// Translates an address like [`place_once`](Self::place_once). If the translation fails for an atomic
+    /// read-modify-write, and would fail in the same way for a read, the fault is reported as that of a read.
     fn place(
         &mut self,
         state: &State,

@@ -7,7 +7,8 @@ use super::time::{nanoseconds, ticks};
 /// guest reads the count that it wrote.
 const MIN_PERIOD: u64 = 200_000;
 
-/// The ticks of one count. The default value has no ticks.
+/// The ticks that follow from one count that the guest has written: the times at which the counter's output raises the
+/// timer interrupt. The default value has no ticks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ticks {
     schedule: Option<Schedule>,

@@ -19,7 +19,7 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
         .into_iter()
 }
 
-/// See [`crate::HELPERS`].
+/// The calling convention of helpers on this host ([`crate::HELPERS`]).
 pub(crate) const HELPERS: CallConv = CallConv::SystemV;
 
 /// Gives a function, or a type that begins with `fn`, the calling convention [`HELPERS`](crate::HELPERS).
@@ -30,7 +30,7 @@ macro_rules! helper {
     };
 }
 
-/// See [`crate::has_fused_multiply_add`].
+/// Returns whether the host has an instruction for Cranelift's `fma` ([`crate::has_fused_multiply_add`]).
 pub(crate) fn has_fused_multiply_add() -> bool {
     true
 }
@@ -52,12 +52,14 @@ fn exchange_float_registers(new: u64) -> u64 {
     control & 0xffff_ffff | status << 32
 }
 
-/// See [`crate::floats::begin`].
+/// Loads the default floating-point settings, and clears the exception flags. Returns the old settings and flags, for
+/// [`end_floats`].
 pub(crate) fn begin_floats() -> u64 {
     exchange_float_registers(0)
 }
 
-/// See [`crate::floats::Before::end`].
+/// Restores the settings and flags `before`, which [`begin_floats`] returned. Returns whether a result since then was
+/// inexact.
 pub(crate) fn end_floats(before: u64) -> bool {
     exchange_float_registers(before) >> 32 & INEXACT != 0
 }
@@ -117,7 +119,8 @@ macro_rules! leave {
     };
 }
 
-/// See [`crate::entry::enter`].
+/// Executes compiled code, from the function at `code` on, until it returns a number below `LEAST_CODE`
+/// ([`crate::entry::enter`]).
 ///
 /// # Safety
 /// The requirements of [`crate::entry::enter`].

@@ -25,7 +25,7 @@ pub(crate) fn features() -> impl Iterator<Item = &'static str> {
     present.map(|(name, _)| name)
 }
 
-/// See [`crate::HELPERS`].
+/// The calling convention of helpers on this host ([`crate::HELPERS`]).
 pub(crate) const HELPERS: CallConv = CallConv::WindowsFastcall;
 
 /// Gives a function, or a type that begins with `fn`, the calling convention [`HELPERS`](crate::HELPERS).
@@ -36,7 +36,7 @@ macro_rules! helper {
     };
 }
 
-/// See [`crate::has_fused_multiply_add`].
+/// Returns whether the host has an instruction for Cranelift's `fma` ([`crate::has_fused_multiply_add`]).
 pub(crate) fn has_fused_multiply_add() -> bool {
     is_x86_feature_detected!("fma")
 }
@@ -59,12 +59,14 @@ fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// See [`crate::floats::begin`].
+/// Loads the default floating-point settings, and clears the exception flags. Returns the old settings and flags, for
+/// [`end_floats`].
 pub(crate) fn begin_floats() -> u64 {
     exchange_mxcsr(DEFAULT).into()
 }
 
-/// See [`crate::floats::Before::end`].
+/// Restores the settings and flags `before`, which [`begin_floats`] returned. Returns whether a result since then was
+/// inexact.
 pub(crate) fn end_floats(before: u64) -> bool {
     exchange_mxcsr(before as u32) & INEXACT != 0
 }
@@ -96,7 +98,8 @@ macro_rules! leave {
     };
 }
 
-/// See [`crate::entry::enter`].
+/// Executes compiled code, from the function at `code` on, until it returns a number below `LEAST_CODE`
+/// ([`crate::entry::enter`]).
 ///
 /// # Safety
 /// The requirements of [`crate::entry::enter`].

@@ -73,8 +73,8 @@ impl VmFd {
         self.vm.irqfd(&irqfd(fd, gsi))
     }
 
-    /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`,
-    /// and the guest's EOI lowers the line and signals `resamplefd`.
+    /// Registers a level-triggered irqfd (KVM's resample irqfd): a signal of `fd` raises the line of `gsi`, and the
+    /// guest's EOI lowers the line and signals `resamplefd`. For edges, see [`register_irqfd`](Self::register_irqfd).
     ///
     /// # Errors
     /// `EINVAL` without I/O APIC, `EBUSY` when `fd` is already an irqfd of any VM.

@@ -32,7 +32,7 @@ impl Kvm {
         Ok(Kvm::of(System::descriptor(true)?))
     }
 
-    /// Like [`Kvm::new`], but the MMU `mmu` makes the tables of all VMs. The environment has no effect on the MMU.
+    /// Makes the tables of all VMs by the MMU `mmu`. Without this call, the environment chooses the MMU ([`Kvm::new`]).
     /// (`kvm_ioctls` has no such method.)
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
@@ -42,8 +42,8 @@ impl Kvm {
         }
     }
 
-    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this choice.
-    /// (`kvm_ioctls` has no such method.)
+    /// Makes all VMs compile code according to `jit`. Without this call, the environment makes this choice
+    /// ([`Kvm::new`]). (`kvm_ioctls` has no such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
         Kvm {
@@ -52,7 +52,8 @@ impl Kvm {
         }
     }
 
-    /// Like [`new`](Self::new). `kvm_path` must be `/dev/kvm`, which need not exist, or lead to the host's KVM device.
+    /// Opens `/dev/kvm` like [`new`](Self::new). `kvm_path` must be `/dev/kvm`, even if that file does not exist, or a
+    /// path to the host's KVM device.
     ///
     /// # Errors
     /// The host's error for the path, or for opening a descriptor; `ENOTTY` for a path to any other file; `EINVAL` for
@@ -75,8 +76,8 @@ impl Kvm {
         Ok(System::descriptor(close_on_exec)?.into_raw_fd())
     }
 
-    /// Like [`open_with_cloexec`](Self::open_with_cloexec), but checks `path` first, as
-    /// [`new_with_path`](Self::new_with_path) does.
+    /// Checks `path` as [`new_with_path`](Self::new_with_path) does, and returns a descriptor as
+    /// [`open_with_cloexec`](Self::open_with_cloexec) does.
     ///
     /// # Errors
     /// The host's error for the path, or for opening a descriptor; `ENOTTY` for a path to any other file; `EINVAL` for

@@ -40,8 +40,8 @@ impl VmFd {
         self.vm.set_user_memory_region(&user_memory_region)
     }
 
-    /// Like [`set_user_memory_region`](Self::set_user_memory_region), but takes the larger struct, which can also name
-    /// private memory ([`create_guest_memfd`](Self::create_guest_memfd)).
+    /// Creates, changes or deletes a memslot like [`set_user_memory_region`](Self::set_user_memory_region), but takes
+    /// the larger struct, which can also name private memory ([`create_guest_memfd`](Self::create_guest_memfd)).
     ///
     /// # Errors
     /// The errors are those of [`set_user_memory_region`](Self::set_user_memory_region).

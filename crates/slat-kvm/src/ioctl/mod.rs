@@ -72,7 +72,8 @@ pub enum Answer {
     /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table of descriptors that the
     /// descriptor refers to the object.
     Created(Object, OwnedFd),
-    /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
+    /// A new object and its descriptor, as in `Created`, but the descriptor's number is stored in the client's own
+    /// struct, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
     /// The request was not carried out. The kernel carries out this request itself for any descriptor, and does not
     /// pass it to the file (ioctl(2)). So the caller makes the system call.

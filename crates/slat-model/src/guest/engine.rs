@@ -35,7 +35,8 @@ impl EngineMmu {
         EngineMmu::with_mmu(machine, MmuKind::Tdp)
     }
 
-    /// Like [`EngineMmu::new`], with second-level tables that `mmu` makes.
+    /// Makes an MMU under test like [`EngineMmu::new`], but with second-level tables that the engine makes in the way
+    /// `mmu`.
     pub fn with_mmu(machine: &GuestMachine, mmu: MmuKind) -> Self {
         EngineMmu::with_config(machine, Config::default().with_mmu(mmu))
     }

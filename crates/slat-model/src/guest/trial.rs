@@ -109,7 +109,7 @@ impl GuestSubject {
         GuestSubject::new("caching", |machine| CachingMmu::new(machine, None))
     }
 
-    /// Like [`GuestSubject::caching`], with a defect.
+    /// Makes a subject like [`GuestSubject::caching`], but with the given defect, which the test must find.
     pub fn with_defect(defect: Defect) -> Self {
         GuestSubject::new(format!("{defect:?}"), move |machine| {
             CachingMmu::new(machine, Some(defect))
@@ -126,7 +126,7 @@ impl GuestSubject {
         result.unwrap_or_else(|failure| panic!("{failure}"))
     }
 
-    /// Like [`GuestSubject::run_seed`], for each of `seeds`.
+    /// Runs the test for each of `seeds`, as [`GuestSubject::run_seed`] does for one.
     ///
     /// # Panics
     /// The panics of [`GuestSubject::run_seed`].
@@ -138,7 +138,8 @@ impl GuestSubject {
         tally
     }
 
-    /// Like [`GuestSubject::run_seed`], but returns the failure. Shortening a failing run takes up to 20 seconds.
+    /// Runs the test for one seed like [`GuestSubject::run_seed`], but returns a failure instead of panicking.
+    /// Shortening a failing run takes up to 20 seconds.
     ///
     /// # Errors
     /// [`GuestFailure`]: the MMU broke a rule.

@@ -33,7 +33,8 @@ impl Cold {
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Makes a pass with the engine and with the model, and compares the ages of all pages.
+    /// Makes a pass over all pages with the engine and with the model: a page that was used since the last pass gets
+    /// age 0, and every other page gets one pass older. Compares the ages of all pages.
     pub(super) fn cold(&mut self) {
         let used = self.pages_used();
         let cold = &mut self.cold;

@@ -92,8 +92,8 @@ impl Tlb {
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 
-    /// Like [`Tlb::watch`], but `entries` returns the memory of a frame. The model calls `entries` under its lock, so
-    /// `entries` must not call the model.
+    /// Watches the tables like [`Tlb::watch`], but calls `entries` to find the memory of a frame. The model calls
+    /// `entries` under its lock, so `entries` must not call the model.
     ///
     /// # Safety
     /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is
@@ -264,8 +264,8 @@ impl Tlb {
         })
     }
 
-    /// Like [`Tlb::check_backing`], but checks the frames of ghosts: calls `are_wrong` with the first frame of a leaf
-    /// and the number of its frames.
+    /// Checks like [`Tlb::check_backing`] that no ghost maps a frame that is wrong: calls `are_wrong` with the first
+    /// frame of a leaf and the number of the leaf's frames.
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
             Value::Leaf { pfn, .. } => are_wrong(*pfn, place.pages()),

@@ -65,8 +65,8 @@ impl Order {
         sum
     }
 
-    /// Like [`Self::translate`], but all addresses are in the first 2 MiB, so that the tables are in the CPU's
-    /// first-level cache.
+    /// Translates addresses like [`Self::translate`], but all of them are in the first 2 MiB, so that the tables are in
+    /// the CPU's first-level cache.
     #[inline(always)]
     fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;

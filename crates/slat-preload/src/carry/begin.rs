@@ -155,8 +155,9 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
     start as usize
 }
 
-/// Maps the dynamic linker, whose file is mapped at `file`, as the kernel does, in pages of `page` bytes. Returns its
-/// base.
+/// Maps the segments of the dynamic linker as the kernel does, in pages of `page` bytes, and returns their base
+/// address. `fd` is the linker's file. The file must also be mapped as a whole at `file`, where this function reads its
+/// headers.
 ///
 /// # Safety
 /// - The file is a dynamic linker.

@@ -304,7 +304,7 @@ impl Fresh {
         let wrong = (0..found.len()).filter(|at| {
             found[*at] != expected[*at] && !self.varies.iter().any(|range| range.contains(at))
         });
-        // If there are several differences, one without a reason is reported.
+        // If there are several differences, report one for which no reason is known, if there is one.
         let wrong = wrong.min_by_key(|at| why(*at).is_some())?;
         Some(Difference {
             what: format!(

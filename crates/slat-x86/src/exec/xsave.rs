@@ -275,7 +275,8 @@ impl Cpu {
         end(self, self.state.xcr0, None)
     }
 
-    /// Like [`xsave_bytes`](Self::xsave_bytes), but in the compacted format.
+    /// Returns the size of the XSAVE area in the compacted format; [`xsave_bytes`](Self::xsave_bytes) is the size in
+    /// the standard format.
     pub(crate) fn compacted_bytes(&self) -> usize {
         let components = self.state.xcr0;
         end(self, components, Some(components))

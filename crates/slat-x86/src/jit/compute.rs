@@ -233,7 +233,7 @@ impl Compute for Translator<'_> {
 }
 
 impl Translator<'_> {
-    /// Like [`product`](Compute::product), but for callers that use both halves of the product.
+    /// Computes a product like [`product`](Compute::product), for callers that use both halves of the product.
     pub(super) fn halves(&mut self, a: Value, b: Value, is_signed: bool) -> (Value, Value) {
         if !self.has_pairs(a) {
             return self.product(a, b, is_signed);

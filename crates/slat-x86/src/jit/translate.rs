@@ -170,9 +170,10 @@ pub(super) struct Translator<'a> {
     stop: Block,
     /// The beginning of an iteration, if the path can lead back to its own beginning.
     turn: Option<Turn>,
-    /// Whether the region's code is the same for all pages of guest code. The next field is the page for which it is
-    /// compiled.
+    /// Whether the region's code is the same for all pages of guest code. If not, the code is right for guest code in
+    /// `page` only.
     is_movable: bool,
+    /// The linear address of the page of guest code for which the region is compiled.
     page: u64,
     /// The CPU's decoding mode (`mode`).
     pub(super) mode: u8,
@@ -386,7 +387,7 @@ impl<'a> Translator<'a> {
         self.call_as(CallConv::SystemV, helper, arguments, returns)
     }
 
-    /// Like [`call`](Self::call), but with the calling convention `convention`.
+    /// Emits a call of a helper like [`call`](Self::call), but with the calling convention `convention`.
     fn call_as(
         &mut self,
         convention: CallConv,
@@ -474,8 +475,8 @@ impl<'a> Translator<'a> {
         self.call_keeping(helper, &arguments)
     }
 
-    /// Like [`call_or_stop`](Self::call_or_stop), but does not add the step to the arguments. Uses the calling
-    /// convention that is best for the tier.
+    /// Emits a call of a helper like [`call_or_stop`](Self::call_or_stop), but does not add the step to the arguments.
+    /// Uses the calling convention that is best for the tier.
     pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),

@@ -131,8 +131,8 @@ impl Translator<'_> {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
 
-    /// Like [`set_vector`](Self::set_vector), but for a floating-point result. `sources` are the registers from which
-    /// it was computed.
+    /// Sets a vector register like [`set_vector`](Self::set_vector), but to a floating-point result. `sources` are the
+    /// registers from which the result was computed.
     pub(super) fn set_computed(
         &mut self,
         insn: &Instruction,

@@ -31,7 +31,8 @@ impl Cpu {
         self.read_physical_of(None, gpa, bytes)
     }
 
-    /// Like [`read_physical`](Self::read_physical), but if there are `nested` tables, they translate `gpa` first.
+    /// Reads memory like [`read_physical`](Self::read_physical), but if there are `nested` tables, they translate `gpa`
+    /// first.
     pub(crate) fn read_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -62,7 +63,8 @@ impl Cpu {
         self.write_physical_of(None, gpa, parts)
     }
 
-    /// Like [`write_physical`](Self::write_physical), but if there are `nested` tables, they translate `gpa` first.
+    /// Writes memory like [`write_physical`](Self::write_physical), but if there are `nested` tables, they translate
+    /// `gpa` first.
     pub(crate) fn write_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,

@@ -21,7 +21,8 @@ pub struct X86<const LEVELS: u8, const NESTED: bool = false>;
 /// Load nCR3 with the address of the root ([`crate::Vm::root`]). The walk depends on the host's registers: EFER.NXE and
 /// CR4.PAE must be set, and CR4.LA57 must be clear.
 pub type Npt = X86<4, true>;
-/// Like [`Npt`], but with five levels, which translate 57 bits of guest-physical address: for a host with CR4.LA57 set.
+/// AMD's nested page tables like [`Npt`], but with five levels, which translate 57 bits of guest-physical address: for
+/// a host with CR4.LA57 set.
 pub type Npt5 = X86<5, true>;
 
 const PRESENT: u64 = 1 << 0;

@@ -286,14 +286,14 @@ const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-/// Like [`PROTECTED_FROM_ABOVE`], after a first write to page 0.
+/// The VM of [`PROTECTED_FROM_ABOVE`] after a first write to page 0.
 const PUSHED: fn() -> Arc<SmallVm> = || {
     let vm = PROTECTED_FROM_ABOVE();
     touch(&vm, 0, Write);
     vm
 };
 
-/// Like [`PROTECTED_FROM_ABOVE`], after writes to both pages of the table.
+/// The VM of [`PROTECTED_FROM_ABOVE`] after writes to both pages of the table.
 const BOTH_WRITTEN: fn() -> Arc<SmallVm> = || {
     let vm = PUSHED();
     touch(&vm, 1, Write);

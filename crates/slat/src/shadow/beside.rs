@@ -110,7 +110,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Like [`Self::tree`], but mutable.
+    /// Returns the tree beside the shadow pages mutably, if there is one.
     pub(crate) fn tree_mut(&mut self) -> Option<&mut Tree<P, F>> {
         match &mut self.physical {
             Physical::Tree(tree) => Some(tree),

@@ -139,7 +139,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Like [`ByGfn::walk`], but only in shadow pages.
+    /// Visits entries like [`ByGfn::walk`], but only those in shadow pages.
     fn walk_pages(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         let end = walk.range().end.min(all_gfns::<F>().end);
         let begin = walk.at();
@@ -168,7 +168,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         walk.stop_at(walk.range().end);
     }
 
-    /// Like [`ByGfn::age`], but only in shadow pages.
+    /// Ages leaves like [`ByGfn::age`], but only those in shadow pages.
     fn age_pages(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.walk_pages(walk, Show::default(), &mut |at: &At<'_>| {
             let young = F::clear_accessed(at.bits) != at.bits;

@@ -42,7 +42,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(installed)
     }
 
-    /// Like [`Tree::map_absent`](crate::table::Tree::map_absent), but in shadow pages.
+    /// Installs leaves for `pages` pages where the shadow pages have no entry, as
+    /// [`Tree::map_absent`](crate::table::Tree::map_absent) does in a tree. Returns the number of installed leaves.
     pub(crate) fn map_absent(
         &self,
         target: &Target<'_, P, F>,
@@ -85,7 +86,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(installed)
     }
 
-    /// Like [`Tree::map_mmio`](crate::table::Tree::map_mmio), but in shadow pages.
+    /// Installs an MMIO entry at `target` in the shadow pages, as [`Tree::map_mmio`](crate::table::Tree::map_mmio) does
+    /// in a tree. Returns whether the entry was installed.
     ///
     /// # Errors
     /// [`Retry`]: what the caller must do before it tries again.

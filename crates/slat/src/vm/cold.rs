@@ -81,7 +81,7 @@ impl ColdMap {
         Self::with_granule(backing, Granule::Kib4)
     }
 
-    /// Like [`new`](Self::new), but for a VM with tables of `granule`.
+    /// Makes a map like [`new`](Self::new), but for a VM with tables of `granule`.
     ///
     /// # Errors
     /// [`OutOfMemory`]: there is no memory for the map.

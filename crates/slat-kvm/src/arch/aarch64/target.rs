@@ -16,14 +16,15 @@ pub(crate) enum Target {
     Msi(Msi),
 }
 
-/// A message of a device.
+/// A message-signalled interrupt (MSI): a device raises it by a write of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Msi {
-    /// The address to which the device writes.
+    /// The address to which the device writes the word.
     pub(crate) address: u64,
-    /// The word that the device writes: the number of an event.
+    /// The word that the device writes: the number of the interrupt among the device's interrupts, which Arm calls
+    /// EventID.
     pub(crate) event: u32,
-    /// The id that the ITS has for the device, if the client knows it.
+    /// The ID of the device at the ITS (Arm: DeviceID), if the client has given it.
     pub(crate) device: Option<u32>,
 }
 

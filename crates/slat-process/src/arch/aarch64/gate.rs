@@ -17,7 +17,8 @@ pub unsafe extern "C" fn own() {
     naked_asm!("svc #0", "ret")
 }
 
-/// Like [`own`], but at another address, by which seccomp filters recognise slat's own threads.
+/// Enters the kernel like [`own`], but at another address. By this address, seccomp filters recognise slat's own
+/// threads.
 #[unsafe(naked)]
 pub unsafe extern "C" fn exempted() {
     naked_asm!("svc #0", "ret")

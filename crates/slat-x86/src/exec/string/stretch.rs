@@ -105,7 +105,7 @@ impl Side {
         Ok(host.map(|host| (lin, host)))
     }
 
-    /// Like [`Self::read`], but prepares to write the elements.
+    /// Prepares to write the elements, as [`Self::read`] prepares to read elements.
     fn write(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Result<Option<Destination>, Break> {
         let Some(lin) = self.lowest(cpu, bytes, elements) else {
             return Ok(None);

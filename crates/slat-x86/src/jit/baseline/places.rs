@@ -254,7 +254,8 @@ impl Places {
         self.spare_but(is_kept, |_| false)
     }
 
-    /// Like [`spare`](Self::spare), but returns only a register for which `is_other` returns `false`.
+    /// Returns a register without a value like [`spare`](Self::spare), but only one for which `is_other` returns
+    /// `false`.
     pub(super) fn spare_but(&self, is_kept: bool, is_other: impl Fn(Reg) -> bool) -> Option<Reg> {
         let is_free = |&register: &Reg| {
             !self.is_locked(register)

@@ -6,7 +6,8 @@ use crate::simd::Plain;
 use crate::simd::forms::Kind;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
 
-/// Like [`simd::plain`](mod@crate::simd::plain), but for a VEX-encoded instruction.
+/// Returns the plain form of a VEX-encoded instruction, as [`simd::plain`](mod@crate::simd::plain) does for the legacy
+/// encoding.
 pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     use M::*;
     let mnemonic = insn.mnemonic();

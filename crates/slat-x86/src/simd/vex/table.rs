@@ -42,7 +42,8 @@ pub(super) fn plain(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, false).or_else(|| vex_only(mnemonic, wide))
 }
 
-/// Like [`plain`], but for an instruction with an immediate as its last operand.
+/// Returns the kind and the stub of an instruction like [`plain`], but for an instruction with an immediate as its last
+/// operand.
 pub(super) fn immediate(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, true).or_else(|| vex_only_immediate(mnemonic, wide))
 }

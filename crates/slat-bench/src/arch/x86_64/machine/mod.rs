@@ -98,7 +98,7 @@ impl<'m, A: Api> Machine<'m, A> {
         Self::prepared(api, vcpus, end, |_| Ok(()))
     }
 
-    /// Like [`Machine::new`], but calls `prepare` on the VM before it has memory and vCPUs.
+    /// Makes a machine like [`Machine::new`], but calls `prepare` on the VM before the VM gets memory and vCPUs.
     ///
     /// # Errors
     /// The errors of [`Machine::new`], and those of `prepare`.
@@ -116,8 +116,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Self::on(api, vcpus, system, prepare)
     }
 
-    /// Like [`Machine::prepared`], but with the given memory in the system slot. This is the system memory of another
-    /// machine, or a copy of it.
+    /// Makes a machine like [`Machine::prepared`], but with the given memory in the system slot: the system memory of
+    /// another machine, or a copy of that memory.
     ///
     /// # Errors
     /// The errors of [`Machine::prepared`].
@@ -225,8 +225,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// Like [`Machine::run`], but runs the function `host` at the same time. `host` may change slots. If a program does
-    /// not halt by itself, `host` must stop it, even when `host` fails.
+    /// Runs a program like [`Machine::run`], and the function `host` at the same time. `host` may change slots. If a
+    /// program does not halt by itself, `host` must stop it, even when `host` fails.
     ///
     /// # Errors
     /// The errors of [`Machine::run`], and those of `host`.

@@ -46,7 +46,7 @@ impl VmFd {
         self.vm.set_msr_filter(&filter)
     }
 
-    /// Like [`set_msr_filter`](Self::set_msr_filter), with KVM's own struct.
+    /// Sets the MSR filter like [`set_msr_filter`](Self::set_msr_filter), but takes KVM's own struct.
     ///
     /// # Errors
     /// The errors are those of [`set_msr_filter`](Self::set_msr_filter), and `EFAULT` for a bitmap that is not mapped.

@@ -168,7 +168,8 @@ impl VcpuFd {
         self.vcpu.set_xsave(&area)
     }
 
-    /// Like [`set_xsave`](Self::set_xsave), but takes the type that [`get_xsave2`](Self::get_xsave2) fills.
+    /// Sets the extended state like [`set_xsave`](Self::set_xsave), but takes the type that
+    /// [`get_xsave2`](Self::get_xsave2) fills.
     ///
     /// # Errors
     /// `EINVAL` for state components that the CPU does not have.

@@ -148,7 +148,8 @@ impl VcpuMachine {
         entered.pdptes(cr3)
     }
 
-    /// Like [`read_pdptes`](Self::read_pdptes), but call inside the engine's reader section.
+    /// Reads the PDPTEs like [`read_pdptes`](Self::read_pdptes). Call only while the vCPU is in the engine's reader
+    /// section.
     pub(crate) fn pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut pdptes = [0; 4];
         for (i, pdpte) in pdptes.iter_mut().enumerate() {

@@ -12,7 +12,7 @@ impl VcpuMachine {
         (self.vm.arch.hyperv).with_partition(|partition| self.time_of(partition))
     }
 
-    /// Like [`reference_time`](Self::reference_time), but the caller has locked the partition already.
+    /// Returns the same time as [`reference_time`](Self::reference_time). The caller has locked the partition already.
     pub(super) fn time_of(&self, partition: &Partition) -> u64 {
         let page = self.tsc_page();
         let host_tsc = ordered_tsc();
