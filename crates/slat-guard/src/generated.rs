@@ -20,6 +20,7 @@ use std::sync::atomic::Ordering;
 struct Registered {
     /// The first address of the code, and the address after the last one.
     start: usize,
+    /// The address after the code's last byte.
     end: usize,
     table: usize,
     exit: usize,

@@ -94,8 +94,8 @@ impl Chained {
         }
     }
 
-    /// Returns the action, if one was ever set. Async-signal-safe, because a thread blocks all its signals while it
-    /// changes the action.
+    /// Returns the action, if an action was ever set. Async-signal-safe, because a thread blocks all its signals while
+    /// it changes the action.
     fn get(&self) -> Option<KernelAction> {
         loop {
             let version = self.version.load(Ordering::Acquire);
@@ -109,7 +109,7 @@ impl Chained {
         }
     }
 
-    /// Replaces the action. Returns the old one, if one was ever set. Async-signal-safe.
+    /// Replaces the action. Returns the old action, if an action was ever set. Async-signal-safe.
     fn set(&self, action: &KernelAction) -> Option<KernelAction> {
         let _blocked = AllBlocked::enter();
         let even = loop {
@@ -383,7 +383,7 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
 }
 
 slat_process::handler! {
-    /// The handler that the kernel calls.
+    /// The signal handler that the kernel calls for SIGSEGV, SIGBUS and the kick signal.
     entry calls handler
 }
 

@@ -91,7 +91,7 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
         Some(Pfn(first))
     }
 
-    /// Frees frames.
+    /// Frees `frames`, which held page tables.
     ///
     /// # Safety
     /// - This allocator has allocated each frame. Each is freed once, and is not used any more.
@@ -119,7 +119,7 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
         Some(first)
     }
 
-    /// Returns the page-table entries in a frame.
+    /// Returns the page-table entries in `frame`.
     #[inline]
     pub fn entries(frame: Pfn) -> NonNull<Entries> {
         debug_assert!(frame.0 != 0);
@@ -127,7 +127,7 @@ impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
         unsafe { NonNull::new_unchecked(Self::GRANULE.hpa(frame).0 as *mut Entries) }
     }
 
-    /// Returns the metadata of a frame.
+    /// Returns the metadata of the page table in `frame`.
     #[inline]
     pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
         let address = Self::GRANULE.hpa(frame).0 as usize;

@@ -46,7 +46,7 @@ pub enum HugePages {
     Unwanted,
 }
 
-/// One mapping of this process.
+/// A mapping of this process: consecutive pages with the same properties, like a VMA of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) range: Range<usize>,

@@ -24,7 +24,7 @@ use slat::{Granule, Hva, OutOfMemory, Request, ResolveError};
 pub struct Userfault {
     /// The backing address, and the private backing address, of the slot's first page, to which bit 0 belongs.
     pub backing: (Hva, Option<Hva>),
-    /// The number of pages.
+    /// The number of pages in the memslot.
     pub pages: u64,
     /// The address of the bitmap in this process.
     pub bitmap: u64,

@@ -1,9 +1,9 @@
 //! The reason why a vCPU of arm64 has left the guest: the values of `kvm_exit`, with the names that Linux's trace has
 //! for them.
 
-/// `ret`: an interrupt of the host. The vCPU was asked to leave the guest.
+/// A value of `ret`: an interrupt of the host, by which the vCPU was asked to leave the guest.
 pub const IRQ: i32 = 0;
-/// `ret`: an exception, whose class is `esr_ec`.
+/// A value of `ret`: an exception, whose class is in `esr_ec`.
 pub const TRAP: i32 = 2;
 
 /// `esr_ec`: WFI, WFE or YIELD.

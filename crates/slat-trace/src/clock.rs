@@ -38,7 +38,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// Makes a scale from two moments. `end` may equal `start`; then one cycle counts as one nanosecond.
+    /// Makes a scale from two moments. If `end` equals `start`, one cycle counts as one nanosecond.
     pub(crate) fn new(start: Moment, end: Moment) -> Self {
         let cycles = end.cycles.saturating_sub(start.cycles);
         let ns = end.ns.saturating_sub(start.ns);

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"slatrace");
 pub(crate) const VERSION: u32 = 1;
 
-/// Bytes before the first ring.
+/// The number of bytes in the file before the first ring.
 pub(crate) const HEADER_BYTES: usize = 16 << 10;
-/// The offset of the text.
+/// The offset in the file of the text that describes the tracepoints.
 pub(crate) const TEXT_AT: usize = 512;
-/// Bytes of a ring before its records.
+/// The size of a ring's header in bytes. The ring's records follow the header.
 pub(crate) const RING_HEADER_BYTES: usize = 4096;
 /// The greatest number of tracepoints that a file can have: the number of bits of `selected`.
 pub(crate) const MOST_POINTS: usize = u64::BITS as usize;
@@ -29,10 +29,10 @@ pub(crate) struct Header {
     pub(crate) magic: AtomicU64,
     pub(crate) version: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// Bytes of a ring, with its header.
+    /// The size of a ring in bytes, including its header.
     pub(crate) ring_bytes: AtomicU64,
     pub(crate) text_bytes: AtomicU64,
-    /// The tracepoints that are recorded: one bit for each.
+    /// The tracepoints that are recorded: one bit for each tracepoint, by its number.
     pub(crate) selected: AtomicU64,
     /// The number of rings that threads can claim, counted from ring 0.
     pub(crate) allocated: AtomicU64,
@@ -40,7 +40,8 @@ pub(crate) struct Header {
     pub(crate) claimed: AtomicU64,
     /// The number of records that were lost because their thread found no ring.
     pub(crate) lost: AtomicU64,
-    /// The counter and the clock, at the time when recording began and at a later moment.
+    /// The values of the processor's counter and of `CLOCK_MONOTONIC` when recording began. `latest` has their values
+    /// at a later moment.
     pub(crate) start: [AtomicU64; 2],
     pub(crate) latest: [AtomicU64; 2],
 }
@@ -48,7 +49,7 @@ pub(crate) struct Header {
 /// The header of a ring.
 #[repr(C)]
 pub(crate) struct Ring {
-    /// The number of records ever written. The newest of them are in the ring.
+    /// The number of records that were ever written to the ring. The ring has the newest of them.
     pub(crate) head: AtomicU64,
     /// The index in the ring of the record that is to be written next.
     pub(crate) next: AtomicU64,

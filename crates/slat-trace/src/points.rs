@@ -30,7 +30,7 @@ pub struct Description {
     pub fields: &'static [Field],
 }
 
-/// The values of a tracepoint.
+/// The values that a tracepoint records: a structure with one field for each of the tracepoint's fields.
 pub trait Point: Copy {
     /// The tracepoint's number: an index into [`POINTS`].
     const ID: usize;

@@ -28,7 +28,7 @@ pub struct Event {
     pub ns: u64,
     /// The tracepoint: an index into [`Trace::points`].
     pub point: usize,
-    /// The VM and the vCPU that the thread ran, if it ran one.
+    /// The VM and the vCPU that the thread ran. `None`: the thread ran no vCPU.
     pub vcpu: Option<(u16, u32)>,
     values: [u8; crate::points::VALUES],
 }
@@ -55,7 +55,7 @@ pub struct Trace {
     pub pid: u32,
     /// The tracepoints that the file describes.
     pub points: Vec<Point>,
-    /// The tracepoints that were recorded: one bit for each.
+    /// The tracepoints that were recorded: one bit for each tracepoint, by its number.
     selected: u64,
     /// The threads, in the order of their first records.
     pub threads: Vec<Thread>,

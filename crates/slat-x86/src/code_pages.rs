@@ -378,7 +378,8 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: `self` owns the word `attention`, and drops it after `member`, because that field is declared first.
+            // SAFETY: `self` owns the word `attention`, and drops it after `member`, because that field is declared
+            // first.
             unsafe { self.member.enter(&self.attention) };
         }
 
@@ -431,7 +432,8 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: `self` owns the word `attention`, and drops it after `member`, because that field is declared first.
+            // SAFETY: `self` owns the word `attention`, and drops it after `member`, because that field is declared
+            // first.
             unsafe { self.member.enter(&self.attention) };
         }
 

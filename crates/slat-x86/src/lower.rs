@@ -235,8 +235,8 @@ fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) ->
     })
 }
 
-/// Chooses the handler of an instruction that has no row in [`Table`]: an x87 instruction, or an
-/// instruction that this CPU does not have.
+/// Chooses the handler of an instruction that has no row in [`Table`]: an x87 instruction, or an instruction that this
+/// CPU does not have.
 #[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {

@@ -289,7 +289,7 @@ word!(u16, "h", "w");
 word!(u32, "", "w");
 word!(u64, "", "x");
 
-/// Joins the halves of a 16-byte word.
+/// Returns the 16-byte word with the low half `lo` and the high half `hi`.
 fn joined(lo: u64, hi: u64) -> u128 {
     u128::from(lo) | u128::from(hi) << 64
 }
