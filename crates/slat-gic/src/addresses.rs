@@ -1,4 +1,4 @@
-//! The guest-physical addresses of the frames, which the client sets.
+//! The guest-physical addresses of the frames, which the VMM sets.
 //!
 //! GICv3's redistributors are in regions. A region has a place for each of its redistributors, one after the other. As
 //! in KVM, each new vCPU gets the next free place in the oldest region that has a free place.
@@ -13,14 +13,14 @@ use alloc::vec::Vec;
 /// The alignment of GICv2's frames (4 KiB), and of GICv3's and the ITS's frames (64 KiB).
 pub(crate) const PAGE_4K: u64 = 0x1000;
 pub(crate) const PAGE_64K: u64 = 0x1_0000;
-/// The value that the client reads as the address of a frame without an address.
+/// The value that the VMM reads as the address of a frame without an address.
 pub(crate) const UNSET: u64 = u64::MAX;
 
 /// A contiguous range of redistributors' frames: a redistributor region of KVM's API.
 #[derive(Clone, Debug)]
 struct Region {
     base: u64,
-    /// The number of redistributors. `None`: the client has set the region without a number of redistributors
+    /// The number of redistributors. `None`: the VMM has set the region without a number of redistributors
     /// (KVM_VGIC_V3_ADDR_TYPE_REDIST). Then it is the only region, and has a place for each vCPU.
     capacity: Option<u32>,
     /// The vCPUs whose redistributors are in the region, in the order of their places.
@@ -93,7 +93,7 @@ impl Addresses {
         self.regions.first().map_or(UNSET, |region| region.base)
     }
 
-    /// Returns the base address and the capacity of a region. The capacity is zero if the client has not set it.
+    /// Returns the base address and the capacity of a region. The capacity is zero if the VMM has not set it.
     pub(crate) fn region(&self, index: usize) -> Option<(u64, u32)> {
         let region = self.regions.get(index)?;
         Some((region.base, region.capacity.unwrap_or(0)))

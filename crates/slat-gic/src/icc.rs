@@ -1,4 +1,4 @@
-//! GICv3's system registers of a vCPU, ICC_*_EL1, for the guest and for the client.
+//! GICv3's system registers of a vCPU, ICC_*_EL1, for the guest and for the VMM.
 
 use crate::error::Error;
 use crate::gic::{Gic, Model};
@@ -87,7 +87,7 @@ impl Icc {
     }
 }
 
-/// Whether a client can access the register with an encoding. A client can access the registers that hold state.
+/// Whether a VMM can access the register with an encoding. A VMM can access the registers that hold state.
 pub(crate) fn is_of_client(name: u16) -> bool {
     matches!(
         Icc::from_encoding(name),
@@ -197,11 +197,11 @@ impl Gic {
         self.touch(vcpu);
     }
 
-    /// Reads a system register for the client: KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS. `name` is the register's encoding, as
-    /// for [`Icc::from_encoding`].
+    /// Reads a system register for the VMM: KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS. `name` is the register's encoding, as for
+    /// [`Icc::from_encoding`].
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: the register is an active
+    /// [`Error::NoAttribute`]: there is no such register for the VMM. [`Error::Invalid`]: the register is an active
     /// priorities register other than the first, and only the first has priorities.
     ///
     /// # Panics
@@ -220,10 +220,10 @@ impl Gic {
         }
     }
 
-    /// Writes a system register for the client.
+    /// Writes a system register for the VMM.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: the register is an active
+    /// [`Error::NoAttribute`]: there is no such register for the VMM. [`Error::Invalid`]: the register is an active
     /// priorities register other than the first; the value of ICC_SRE_EL1 disables system registers; or the value of
     /// ICC_CTLR_EL1 is that of a machine that has more priorities or INTIDs, reports SErrors, or has no Aff3.
     ///

@@ -17,7 +17,7 @@
 //! | devices and timers | [`Gic::set_spi`], [`Gic::set_ppi`], [`Its::signal`] |
 //! | the run loop, before it enters the guest | [`Gic::signals`] |
 //! | the owner, after each call | [`Gic::take_changed`], which names the vCPUs to kick; [`Gic::take_ended`] |
-//! | KVM's client | [`Device`](device::Device), [`ItsDevice`](device::ItsDevice): device attributes, KVM's errors |
+//! | the VMM, through KVM's API | [`Device`](device::Device), [`ItsDevice`](device::ItsDevice): device attributes, KVM's errors |
 //!
 //! [`Gic`]: gic::Gic
 //! [`Gic::read`]: gic::Gic::read
@@ -43,10 +43,10 @@
 //! | | `pending` | the interrupts a vCPU could acknowledge, ordered |
 //! | | `interface` | the CPU interface: priorities and preemption |
 //! | | `gic/` | all of them: lines, signals, acknowledgement and end, SGIs, LPIs |
-//! | guest | `registers/` | the registers in memory, with what differs for KVM's client |
+//! | guest | `registers/` | the registers in memory, with what differs for the VMM |
 //! | | `icc` | system registers |
 //! | | `its/` | the ITS: registers, commands, tables |
-//! | client | `addresses` | where the frames are in the guest's physical memory |
+//! | VMM | `addresses` | where the frames are in the guest's physical memory |
 //! | | `device` | KVM's device attributes |
 //!
 //! # As KVM, not as the architecture

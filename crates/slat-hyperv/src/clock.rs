@@ -4,7 +4,7 @@
 //! A guest computes `(tsc * scale >> 64) + offset`, and reads the page's sequence before and after the computation.
 //! Sequence 0 tells the guest to read the MSR instead. So the sequence is set to 0 while the page changes.
 
-/// Nanoseconds of one unit of the reference clock.
+/// The length of one unit of the reference clock in nanoseconds.
 pub const UNIT: u64 = 100;
 /// The number of bytes of the reference TSC page that have a meaning.
 pub const PAGE_BYTES: usize = 24;
@@ -16,9 +16,9 @@ const OLD_INVALID: u32 = u32::MAX;
 pub struct TscPage {
     /// The sequence changes with the contents; it is 0 while the page is invalid.
     pub sequence: u32,
-    /// Units per cycle of the TSC, times 2^64.
+    /// The units of the reference clock in one cycle of the TSC, times 2^64.
     pub scale: u64,
-    /// A number that is added to the scaled TSC, modulo 2^64.
+    /// The number that the guest adds to the scaled TSC, modulo 2^64.
     pub offset: u64,
 }
 
@@ -37,12 +37,12 @@ impl TscPage {
         })
     }
 
-    /// Returns the reference clock when the TSC is `tsc`.
+    /// Returns the value of the reference clock at the moment when the TSC has the value `tsc`.
     pub fn time(&self, tsc: u64) -> u64 {
         scaled(tsc, self.scale).wrapping_add(self.offset)
     }
 
-    /// Returns the sequence of a page that replaces one with the sequence `before`.
+    /// Returns the sequence for new contents of a page whose old contents have the sequence `before`.
     pub fn next_sequence(before: u32) -> u32 {
         match before.wrapping_add(1) {
             0 | OLD_INVALID => 1,
@@ -59,7 +59,7 @@ impl TscPage {
         bytes
     }
 
-    /// Decodes the three words of a page in guest memory.
+    /// Decodes the first three words of a reference TSC page in guest memory.
     pub fn from_words([sequence, scale, offset]: [u64; 3]) -> Self {
         TscPage {
             sequence: sequence as u32,
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_slow_tsc_has_no_page() {
-        // Tests TSCs of 1 kHz, of 10 MHz, and of slightly more.
+        // A TSC of 1 kHz, then a TSC of 10 MHz, then a TSC of slightly more than 10 MHz.
         assert_eq!(TscPage::new(0xf424_0000, 20, 0, 0), None);
         assert_eq!(TscPage::new(0xc800_0000, 7, 0, 0), None);
         assert!(TscPage::new(0xc7ff_0000, 7, 0, 0).is_some());

@@ -1,4 +1,4 @@
-//! The CPUID leaves of Hyper-V's interface: the leaves that a client may give its guest, and the rights that a guest's
+//! The CPUID leaves of Hyper-V's interface: the leaves that a VMM may give its guest, and the rights that a guest's
 //! leaves grant.
 
 use crate::code;
@@ -106,7 +106,7 @@ fn text(text: [u8; 12]) -> [u32; 3] {
     [word(0), word(4), word(8)]
 }
 
-/// Returns the leaves that a client may give its guest. These leaves are the same as KVM's.
+/// Returns the leaves that a VMM may give its guest. These leaves are the same as KVM's.
 pub fn supported(machine: Machine) -> [Leaf; 10] {
     let vendor = text(*b"Linux KVM Hv");
     let leaf = |function, registers| Leaf {
@@ -189,8 +189,8 @@ pub struct Privileges {
 }
 
 impl Privileges {
-    /// Reads a guest's leaves. `leaf` returns the registers of a leaf that the guest has. `None`: the guest has
-    /// no Hyper-V interface.
+    /// Reads the privileges from a guest's CPUID leaves. `leaf` returns the registers of a leaf that the guest has.
+    /// Returns `None` if the guest has no Hyper-V interface.
     pub fn from_cpuid(leaf: impl Fn(u32) -> Option<[u32; 4]>) -> Option<Self> {
         leaf(INTERFACE).filter(|registers| registers[0] == SIGNATURE)?;
         let [eax, ebx, ..] = leaf(RECOMMENDATIONS).unwrap_or_default();
@@ -229,7 +229,7 @@ impl Privileges {
         self.has([0, 0, features_d::XMM_INPUT])
     }
 
-    /// Whether the guest may access an MSR.
+    /// Whether the guest may access the synthetic MSR `index`.
     pub fn allows_msr(&self, index: u32) -> bool {
         use features_a::{
             APIC, FREQUENCIES, REENLIGHTENMENT, STIMERS, SYNIC, TSC_INVARIANT, VP_RUNTIME,
@@ -257,8 +257,8 @@ impl Privileges {
         })
     }
 
-    /// Whether the guest may make the hypercall `code`. Returns true for a call that does not exist, because such a
-    /// call fails later with another status.
+    /// Whether the guest may make the hypercall `code`. Also returns `true` if no hypercall has this code, because such
+    /// a call fails later with another status.
     pub fn allows_call(&self, code: u16) -> bool {
         use features_b::{DEBUGGING, EXTENDED_HYPERCALLS, POST_MESSAGES, SIGNAL_EVENTS};
         use recommended::{CLUSTER_IPI, EX_PROCESSOR_MASKS, REMOTE_TLB_FLUSH};

@@ -6,7 +6,7 @@
 //! index ([`Fast::word`] for registers).
 //!
 //! [`Request::decode`] determines the operation that the call requests. [`Flush::read`] and [`Ipi::read`] read the
-//! parameters of calls that the host carries out; the client reads those of all other calls.
+//! parameters of calls that the host carries out; the VMM reads those of all other calls.
 
 use crate::code;
 use crate::cpuid::Privileges;
@@ -95,7 +95,7 @@ pub struct Fast {
 }
 
 impl Fast {
-    /// Returns a word of the parameters. `None`: no more registers hold parameters.
+    /// Returns word `index` of the parameters, counted from 0. `None`: the registers have fewer words.
     pub fn word(&self, index: usize) -> Option<u64> {
         match index.checked_sub(self.registers.len()) {
             None => Some(self.registers[index]),
@@ -107,12 +107,13 @@ impl Fast {
     }
 }
 
-/// The rights of a virtual processor.
+/// The properties of the virtual processor that makes a hypercall, by which [`Request::decode`] decides whether the
+/// call is allowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {
     /// The privileges in the caller's CPUID, if they are enforced.
     pub enforced: Option<Privileges>,
-    /// Whether the caller's SynIC is active, so that the client handles messages and events.
+    /// Whether the caller's SynIC is active, so that the VMM handles messages and events.
     pub has_synic: bool,
     /// Whether the caller may use the synthetic debugger.
     pub has_debugger: bool,
@@ -125,21 +126,21 @@ pub struct Caller {
 pub enum Request {
     /// The caller waits for a lock that another virtual processor holds.
     SpinWait,
-    /// Signal an event. If the host has no connection for the event, the client may carry out the call, as
+    /// Signal an event. If the host has no connection for the event, the VMM may carry out the call, as
     /// [`client_event`] decides.
     SignalEvent,
-    /// Flush translations: see [`Flush::read`].
+    /// Flush the translations of virtual processors. [`Flush::read`] reads which.
     Flush,
-    /// Send an interrupt: see [`Ipi::read`].
+    /// Send an interrupt to virtual processors. [`Ipi::read`] reads the vector and the processors.
     SendIpi,
-    /// The client carries out the call.
+    /// Exit to the VMM, which carries out the call.
     Client,
 }
 
 /// The reason why a hypercall is not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The call ends with this status.
+    /// The call is not carried out. The guest gets this status.
     Status(Status),
     /// The caller gets #UD.
     Undefined,
@@ -201,10 +202,11 @@ impl Request {
     }
 }
 
-/// Decides a call for an event without a connection. On success, the client has to carry out [`Request::SignalEvent`].
+/// Decides whether the VMM may carry out a [`Request::SignalEvent`] for which the host has no connection. On success,
+/// the VMM has to carry out the call.
 ///
 /// # Errors
-/// The client cannot carry out the call.
+/// The VMM cannot carry out the call.
 pub fn client_event(caller: &Caller) -> Result<(), Status> {
     match caller.has_synic {
         true => Ok(()),
@@ -215,8 +217,8 @@ pub fn client_event(caller: &Caller) -> Result<(), Status> {
 /// Returns the connection (24 bits) that the parameter of the hypercall SIGNAL_EVENT names.
 ///
 /// # Errors
-/// `InvalidPortId`: the parameter selects a flag of the connection other than the first one, and no client has more
-/// flags. `InvalidInput`: reserved bits are set.
+/// `InvalidPortId`: the parameter selects a flag of the connection other than the first one, and no VMM has more flags.
+/// `InvalidInput`: reserved bits are set.
 pub fn connection(parameter: u64) -> Result<u32, Status> {
     const FLAG: u64 = 0xffff << 32;
     const CONNECTION: u64 = 0xff_ffff;
@@ -251,7 +253,7 @@ fn read_set<E: From<Status>>(
         return Ok((None, after));
     }
     if input.is_fast() {
-        // In registers, all banks must be present, even banks that are ignored.
+        // If the parameters are in registers, the registers must have all banks, even banks that are ignored.
         word(after - 1)?;
     }
     let mut banks = [0; BANKS];
@@ -311,7 +313,7 @@ impl Flush {
     }
 }
 
-/// An interrupt to virtual processors.
+/// An interrupt that a virtual processor sends to virtual processors by a hypercall.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ipi {
     /// The interrupt's vector.

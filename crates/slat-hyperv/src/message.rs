@@ -5,9 +5,9 @@
 
 /// The size in bytes of a message slot in the SynIC's page.
 pub const SLOT_BYTES: u64 = 256;
-/// Offset of the flags in a message slot.
+/// The offset of the byte with the flags in a message slot.
 pub const FLAGS: u64 = 5;
-/// Flag: another message waits for the message slot.
+/// A flag of a message: another message waits until this message slot is free.
 pub const PENDING: u8 = 1;
 /// The size in bytes of a timer's message, with its header.
 pub const TIMER_BYTES: usize = HEADER + PAYLOAD;

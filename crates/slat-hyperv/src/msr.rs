@@ -51,7 +51,7 @@ pub fn is_synthetic(index: u32) -> bool {
         | TSC_INVARIANT_CONTROL)
 }
 
-/// Whether the MSR belongs to the partition, so that all its virtual processors share it.
+/// Whether the MSR belongs to the partition (the VM), so that all virtual processors share the MSR.
 pub fn is_of_partition(index: u32) -> bool {
     matches!(index, GUEST_OS_ID | HYPERCALL | RESET | TIME_REF_COUNT | REFERENCE_TSC
         | SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER

@@ -4,15 +4,15 @@ use crate::clock::{TscPage, UNIT};
 use crate::msr::*;
 use crate::{Refused, Writer};
 
-/// HYPERCALL and REFERENCE_TSC: the page is enabled.
+/// A bit of the MSRs HYPERCALL and REFERENCE_TSC: the page that the MSR names is enabled.
 const ENABLED: u64 = 1;
-/// The address in an MSR that names a page.
+/// The bits of the page's address in an MSR that names a page.
 const PAGE: u64 = !0xfff;
-/// CRASH_CTL: the guest has crashed, and the parameters describe how.
+/// A bit of the MSR CRASH_CTL: the guest has crashed, and the crash parameters (MSRs) describe how.
 const CRASH_NOTIFY: u64 = 1 << 63;
-/// TSC_INVARIANT_CONTROL: CPUID shows the guest that its TSC is invariant.
+/// A bit of the MSR TSC_INVARIANT_CONTROL: CPUID shows the guest that its TSC is invariant.
 const EXPOSE_INVARIANT: u64 = 1;
-/// SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
+/// A bit of the MSR SYNDBG_OPTIONS: the guest's debugger uses hypercalls.
 const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 
 /// The work that a write of an MSR leaves to the caller.
@@ -22,11 +22,11 @@ pub enum Effect {
     None,
     /// The reference TSC page has to be written before the guest continues: see [`Partition::begin_page`].
     TscPage,
-    /// The guest has crashed: tell the client.
+    /// The guest has crashed. The caller has to tell the VMM.
     Crash,
-    /// The guest asks for a reset of the machine. The caller has to tell the client.
+    /// The guest asks for a reset of the machine. The caller has to tell the VMM.
     Reset,
-    /// The guest's debugger has written this MSR. The caller has to tell the client.
+    /// The guest's debugger has written this MSR. The caller has to tell the VMM.
     Debugger(u32),
 }
 
@@ -36,22 +36,23 @@ enum PageState {
     /// The guest has no reference TSC page.
     #[default]
     Unset,
-    /// The page has to be written, because the guest has named it.
+    /// The reference TSC page has to be written, because the guest has written its address to the MSR.
     NamedByGuest,
-    /// The reference TSC page has to be written, because the host has named it, or the clock has changed.
+    /// The reference TSC page has to be written, because the host has written its address to the MSR, or the clock has
+    /// changed.
     ChangedByHost,
-    /// A virtual processor is writing the page.
+    /// A virtual processor is writing the reference TSC page.
     InProgress {
         /// Whether the clock has changed meanwhile, so that the page has to be written again.
         stale: bool,
     },
-    /// The page shows the reference clock.
+    /// The reference TSC page shows the reference clock.
     Valid,
-    /// The page cannot be written, or cannot describe the TSC.
+    /// The reference TSC page cannot be written, or cannot describe the TSC.
     Broken,
 }
 
-/// A page that is due to be written: the result of [`Partition::begin_page`].
+/// A reference TSC page that has to be written: the result of [`Partition::begin_page`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DuePage {
     /// The page's guest-physical address.
@@ -59,7 +60,7 @@ pub struct DuePage {
     /// Whether a valid page must keep its contents. The guest relies on the contents until it ends the emulation of its
     /// TSC.
     pub keeps_contents: bool,
-    /// The sequence that the page had last.
+    /// The last sequence of the page, before it is written.
     pub last_sequence: u32,
     before: PageState,
 }
@@ -80,7 +81,7 @@ pub struct Debugger {
     options: u64,
 }
 
-/// The registers of one partition.
+/// The synthetic MSRs that all virtual processors of a partition (a VM) share.
 #[derive(Clone, Debug, Default)]
 pub struct Partition {
     guest_os_id: u64,
@@ -99,7 +100,8 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Whether the guest has identified itself. After that the guest's hypercalls are Hyper-V's.
+    /// Whether the guest has identified itself, by a write of GUEST_OS_ID. From then on, the guest's hypercalls are
+    /// Hyper-V's, not KVM's.
     pub fn is_identified(&self) -> bool {
         self.guest_os_id != 0
     }
@@ -225,8 +227,8 @@ impl Partition {
         }
     }
 
-    /// Whether the contents of a page in `state` must stay, because the guest has switched the emulation of its TSC on
-    /// and has not just named the page.
+    /// Whether a reference TSC page in `state` must keep its contents: the guest has switched the emulation of its TSC
+    /// on, and has not just written the page's address to the MSR.
     fn keeps_page(&self, state: PageState) -> bool {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }
@@ -435,7 +437,7 @@ mod tests {
         partition.end_page(due, PageOutcome::Shows(page()));
         write(&mut partition, TSC_EMULATION_CONTROL, 1).unwrap();
         assert!(!partition.clock_changed());
-        // After a migration the host names the page again.
+        // After a migration, the host writes the page's address to the MSR again.
         partition
             .write(REFERENCE_TSC, 0x3001, Writer::Host)
             .unwrap();

@@ -8,7 +8,7 @@
 use crate::msr::STIMER0_CONFIG;
 use crate::{Refused, Writer};
 
-/// The number of timers.
+/// The number of synthetic timers of a virtual processor.
 pub const TIMERS: usize = 4;
 
 const ENABLED: u64 = 1;
@@ -16,18 +16,18 @@ const PERIODIC: u64 = 1 << 1;
 const AUTO_ENABLE: u64 = 1 << 3;
 const DIRECT: u64 = 1 << 12;
 
-/// A moment, as two clocks show it.
+/// The values of two clocks at the same moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
-    /// The reference clock, in units of 100 ns.
+    /// The value of the guest's reference clock, in units of 100 ns.
     pub reference: u64,
-    /// The host's clock, in nanoseconds.
+    /// The value of the host's clock, in nanoseconds.
     pub host: u64,
 }
 
 impl Moment {
-    /// Returns the time of the host's clock at which the reference clock shows `reference`. If that is before this
-    /// moment, returns the host's time of this moment.
+    /// Returns the time of the host's clock at which the reference clock shows `reference`. If `reference` is before
+    /// this moment, returns `host`, the time of this moment.
     fn host_at(self, reference: u64) -> u64 {
         let left = reference.saturating_sub(self.reference);
         self.host
@@ -49,7 +49,7 @@ pub enum Notice {
         /// The time at which the timer expired, by the reference clock.
         expiration: u64,
         /// Whether the message may be dropped if the message slot is occupied. A dropped message counts as delivered,
-        /// because the next tick serves as well.
+        /// because the timer's next message has the same effect.
         may_be_dropped: bool,
     },
 }
@@ -72,7 +72,7 @@ struct Timer {
     count: u64,
     /// The time at which the timer expires, by the reference clock; 0 if the timer was not started.
     expiration: u64,
-    /// The time of the alarm, by the host's clock.
+    /// The time of the host's clock at which the timer has to be examined. `None`: the timer does not count.
     alarm: Option<u64>,
     /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its message slot may be free.
     is_due: bool,
@@ -102,7 +102,7 @@ impl Timer {
         let reference = now.reference;
         if !self.has(PERIODIC) {
             self.expiration = self.count;
-            // A timer whose moment has passed expires at once.
+            // A timer whose time has already passed expires at once.
             self.is_due = reference >= self.count;
         } else if self.expiration == 0 {
             self.expiration = reference.wrapping_add(self.count);
@@ -208,12 +208,13 @@ impl Timers {
         self.0.iter().any(|timer| timer.is_due)
     }
 
-    /// Returns when the next alarm goes off, by the host's clock. `None`: no timer counts.
+    /// Returns the time of the host's clock at which the next timer has to be examined. `None`: no timer counts.
     pub fn deadline(&self) -> Option<u64> {
         self.0.iter().filter_map(|timer| timer.alarm).min()
     }
 
-    /// Marks timers to be examined if their alarm has gone off by the time `host` of the host's clock.
+    /// Marks the timers that have to be examined because their alarm is at or before `host`, the time of the host's
+    /// clock.
     pub fn tick(&mut self, host: u64) {
         for timer in &mut self.0 {
             if timer.alarm.is_some_and(|alarm| alarm <= host) {

@@ -11,13 +11,13 @@ pub const SINTS: usize = 16;
 const VERSION: u64 = 1;
 /// The enable bit of SCONTROL, SIMP and SIEFP.
 const ENABLED: u64 = 1;
-/// The address in SIMP and SIEFP.
+/// The bits of the page's address in SIMP and SIEFP.
 const PAGE: u64 = !0xfff;
-/// The vector field of SINTx.
+/// The field of SINTx (the register of an interrupt source) with the source's vector.
 const VECTOR: u64 = 0xff;
 const MASKED: u64 = 1 << 16;
 const AUTO_EOI: u64 = 1 << 17;
-/// The lowest vector of a source that is not masked.
+/// The lowest vector that a source may have if it is not masked.
 const FIRST_VECTOR: u64 = 16;
 
 /// The work that a write of an MSR leaves to the caller.
@@ -61,15 +61,15 @@ impl Default for Synic {
 }
 
 impl Synic {
-    /// Enables the SynIC. If `clears_pages` is true, each page that the guest names is filled with zeros
-    /// (`KVM_CAP_HYPERV_SYNIC`); otherwise pages keep their contents (`KVM_CAP_HYPERV_SYNIC2`).
+    /// Enables the SynIC. If `clears_pages` is true, each page whose address the guest writes to SIMP or SIEFP is
+    /// filled with zeros (`KVM_CAP_HYPERV_SYNIC`); otherwise pages keep their contents (`KVM_CAP_HYPERV_SYNIC2`).
     pub fn activate(&mut self, clears_pages: bool) {
         self.active = true;
         self.clears_pages = clears_pages;
         self.control = ENABLED;
     }
 
-    /// Returns SCONTROL, SIEFP and SIMP, for the client.
+    /// Returns SCONTROL, SIEFP and SIMP, which an exit reports to the VMM.
     pub fn pages(&self) -> [u64; 3] {
         [self.control, self.event_page, self.message_page]
     }
@@ -93,8 +93,8 @@ impl Synic {
         })
     }
 
-    /// Returns the address of the page that the guest names by writing `value`, if that page has to be filled with
-    /// zeros before the write. If the page cannot be filled, the caller must refuse the write.
+    /// Returns the address of the page that a write of `value` to the MSR `index` would name, if this page has to be
+    /// filled with zeros before the write. If the page cannot be filled, the caller must refuse the write.
     pub fn page_to_clear(&self, index: u32, value: u64) -> Option<u64> {
         let names_page = matches!(index, SIEFP | SIMP) && value & ENABLED != 0;
         (self.active && self.clears_pages && names_page).then_some(value & PAGE)
@@ -143,7 +143,7 @@ impl Synic {
         (sint & MASKED == 0).then_some((sint & VECTOR) as u8)
     }
 
-    /// Returns the sources with this vector, one bit for each source.
+    /// Returns the interrupt sources (SINTs) with this vector, one bit for each source.
     pub fn sources_of(&self, vector: u8) -> u16 {
         let sources = (0..SINTS as u32).filter(|sint| self.vector(*sint) == Some(vector));
         sources.fold(0, |set, sint| set | 1 << sint)

@@ -8,9 +8,9 @@ pub const BANKS: usize = 64;
 /// A set of virtual processors: banks of 64, of which only some are present (`HV_GENERIC_SET_SPARSE_4K`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpSet {
-    /// A bit for each bank that is present.
+    /// The mask of the banks that are present: bit n for bank n.
     pub valid: u64,
-    /// The banks that are present, in ascending order, with a bit for each virtual processor.
+    /// The banks that are present, in ascending order. Each bank has a bit for each of its 64 virtual processors.
     pub banks: [u64; BANKS],
 }
 
@@ -36,7 +36,7 @@ impl VpSet {
         if bank >= u64::BITS || self.valid >> bank & 1 == 0 {
             return false;
         }
-        // The number of present banks before this bank.
+        // The index in `banks` of the processor's bank: the number of present banks before it.
         let before = (self.valid & ((1 << bank) - 1)).count_ones() as usize;
         self.banks[before] >> (index % BANK) & 1 != 0
     }

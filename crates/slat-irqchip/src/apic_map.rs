@@ -9,7 +9,7 @@ use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 use alloc::collections::TryReserveError;
 use alloc::vec::Vec;
 
-/// The ids by which messages find one local APIC.
+/// The ids of one local APIC, by which messages find it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// The physical id.
@@ -25,9 +25,10 @@ pub struct Address {
 pub enum Logical {
     /// The APIC has no logical id.
     None,
-    /// Flat model: eight APICs, a bit each.
+    /// Flat model: the ID has a bit for each of eight APICs.
     Flat(u8),
-    /// Cluster model: the cluster is in the upper half; each of its four APICs has a bit in the lower half.
+    /// Cluster model: the upper four bits are the number of a cluster, and each of the cluster's four APICs has one of
+    /// the lower four bits.
     Cluster(u8),
     /// x2APIC mode: the logical id is computed from the physical id.
     X2apic,
@@ -52,7 +53,7 @@ struct Entry {
     id: u32,
     logical: Logical,
     enabled: bool,
-    /// The number that the caller uses for the APIC.
+    /// The number by which the caller knows the APIC.
     index: usize,
 }
 
@@ -75,7 +76,8 @@ impl ApicMap {
             .try_reserve(apics.saturating_sub(self.by_id.len()))
     }
 
-    /// Replaces all addresses. `addresses` yields each address with the number by which the caller knows the APIC.
+    /// Replaces all addresses of the map. `addresses` yields each address with the number by which the caller knows the
+    /// APIC.
     pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
         self.by_id.clear();
         self.has_xapic = false;
@@ -138,7 +140,7 @@ impl ApicMap {
                 .filter(|entry| Some(entry.index) != sender)
                 .for_each(visit),
             Destination::Physical(id) => {
-                // For an APIC in xAPIC mode, eight ones are a broadcast, even if the sender has wider ids.
+                // For an APIC in xAPIC mode, the destination 0xff is a broadcast, even if the sender uses 32-bit ids.
                 if id == BROADCAST {
                     self.visit_xapic(&mut visit, |_| true);
                 }
@@ -195,7 +197,8 @@ mod tests {
         map_without(&[], addresses)
     }
 
-    /// Makes a map in which software has enabled all APICs but those at the indices `disabled`.
+    /// Makes a map of APICs with these addresses. Software has enabled all of them except those at the indices
+    /// `disabled`.
     fn map_without(disabled: &[usize], addresses: &[(u32, Logical)]) -> ApicMap {
         let mut map = ApicMap::default();
         map.reserve(addresses.len()).unwrap();

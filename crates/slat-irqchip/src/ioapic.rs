@@ -21,7 +21,7 @@ use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 
 /// The number of pins. Each has a line and a redirection entry.
 pub const PINS: usize = 24;
-/// The physical address of the registers after reset.
+/// The physical address of the I/O APIC's registers after reset.
 pub const DEFAULT_BASE: u64 = 0xfec0_0000;
 /// The size in bytes of the registers' address range.
 pub const WINDOW: u64 = 0x100;
@@ -29,16 +29,16 @@ pub const WINDOW: u64 = 0x100;
 /// postpones the next redelivery. The number is KVM's.
 pub(crate) const SUCCESSIVE: u32 = 10_000;
 
-/// Offsets in the registers' address range.
+/// Offsets of registers in the I/O APIC's address range.
 const IOREGSEL: u64 = 0x00;
 const IOWIN: u64 = 0x10;
 
-/// Registers that IOREGSEL selects.
+/// Numbers of the registers that software selects by IOREGSEL.
 const REGISTER_ID: u32 = 0;
 const REGISTER_VERSION: u32 = 1;
 const REGISTER_ARBITRATION: u32 = 2;
-/// The register with the low half of redirection entry 0. The next registers are the high half of entry 0, the low half
-/// of entry 1, and so on.
+/// The number of the register with the low half of redirection entry 0. The next registers are the high half of entry
+/// 0, the low half of entry 1, and so on.
 const REGISTER_ENTRIES: u32 = 0x10;
 
 const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
@@ -55,17 +55,17 @@ const DESTINATION_SHIFT: u32 = 56;
 /// Bits of a redirection entry that the guest cannot write.
 const READ_ONLY: u64 = REMOTE_IRR | DELIVERY_STATUS;
 
-/// The registers: the fields of `kvm_ioapic_state`.
+/// The registers of the I/O APIC: the fields of `kvm_ioapic_state`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoApicState {
     /// The physical address of the registers.
     pub base_address: u64,
-    /// The selected register.
+    /// The number of the register that IOREGSEL selects.
     pub ioregsel: u32,
-    /// The APIC id.
+    /// The ID of the I/O APIC, as the guest has written it.
     pub id: u32,
-    /// The pins whose line is high, by bit. In a saved state, the bits of edges that were delivered are clear. When the
-    /// state is restored, the interrupts of the bits that are set are delivered.
+    /// The pins whose line is high, one bit for each pin. In a saved state, the bits of edges that were delivered are
+    /// clear. When a state is restored, an interrupt is delivered for each bit that is set.
     pub irr: u32,
     /// Padding, which KVM keeps.
     pub pad: u32,
@@ -86,7 +86,7 @@ pub struct EntryWrite {
 #[derive(Clone, Debug)]
 pub struct IoApic {
     state: IoApicState,
-    /// The pins, by bit, whose edge in `state.irr` was delivered.
+    /// The pins whose edge in `state.irr` was delivered, one bit for each pin.
     delivered: u32,
     lines: Lines<PINS>,
     /// For each pin, the number of times in a row that its level was delivered again at its EOI.
@@ -143,7 +143,7 @@ impl IoApic {
         }
     }
 
-    /// Makes `source` (modulo 64) hold the line of `pin` high, or release it.
+    /// Makes `source` (modulo 64) hold the line of `pin` high, or stop holding it high.
     pub fn set_line(
         &mut self,
         pin: usize,
@@ -168,8 +168,8 @@ impl IoApic {
         let bit = 1 << pin;
         let entry = self.state.redirtbl[pin];
         if !is_level(entry) {
-            // Marks the edge as not delivered, even if it is coalesced below: as in KVM, a restored state delivers all
-            // such edges again.
+            // Marks the edge as not delivered, even if the code below coalesces it with a pending edge. As in KVM, a
+            // restored state delivers all such edges again.
             self.delivered &= !bit;
             if self.state.irr & bit != 0 {
                 return Outcome::Coalesced;
@@ -194,7 +194,7 @@ impl IoApic {
         Outcome::Delivered(accepted)
     }
 
-    /// Whether `pin` has a level that could be delivered now.
+    /// Whether the interrupt of `pin` is level-triggered, its line is high, and the interrupt could be delivered now.
     fn is_waiting(&self, pin: usize) -> bool {
         let entry = self.state.redirtbl[pin];
         self.state.irr & 1 << pin != 0 && is_level(entry) && entry & (MASKED | REMOTE_IRR) == 0
@@ -217,7 +217,7 @@ impl IoApic {
         gpa.wrapping_sub(self.state.base_address) < WINDOW
     }
 
-    /// Returns the entry whose low or high half IOREGSEL selects.
+    /// Returns the index of the redirection entry whose low or high half IOREGSEL selects.
     fn selected_entry(&self) -> Option<usize> {
         let half = self.state.ioregsel.checked_sub(REGISTER_ENTRIES)?;
         let pin = half as usize / 2;
@@ -234,7 +234,7 @@ impl IoApic {
             (REGISTER_VERSION, _) => VERSION,
             (_, Some(pin)) if self.selects_high_half() => (self.state.redirtbl[pin] >> 32) as u32,
             (_, Some(pin)) => self.state.redirtbl[pin] as u32,
-            // KVM returns this value, too.
+            // No register has this number. KVM returns all ones, too.
             (_, None) => u32::MAX,
         }
     }
@@ -302,8 +302,8 @@ impl IoApic {
             false => old & !0xffff_ffff | value,
         };
         let mut new = new & !READ_ONLY | old & READ_ONLY;
-        // Without an EOI register, operating systems end an interrupt by switching its pin to edge-triggered mode and
-        // back.
+        // This I/O APIC has no EOI register. So operating systems can end an interrupt by switching its pin to
+        // edge-triggered mode and back to level-triggered mode.
         if !is_level(new) {
             new &= !REMOTE_IRR;
         }
@@ -360,7 +360,7 @@ impl IoApic {
         postponed
     }
 
-    /// Delivers the levels that wait at unmasked pins. Call some time after
+    /// Delivers the level-triggered interrupts that wait at unmasked pins. Call some time after
     /// [`end_of_interrupt`](Self::end_of_interrupt) has postponed a level.
     pub fn deliver_pending(&mut self, deliver: &mut impl FnMut(Message) -> usize) {
         for pin in 0..PINS {
@@ -370,7 +370,8 @@ impl IoApic {
         }
     }
 
-    /// Whether a pin has this vector, so that the I/O APIC must be told of the vector's EOI.
+    /// Whether the redirection entry of a pin has this vector. If so, the caller must report the vector's EOI to the
+    /// I/O APIC.
     pub fn handles(&self, vector: u8) -> bool {
         self.state
             .redirtbl

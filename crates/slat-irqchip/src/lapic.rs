@@ -46,14 +46,14 @@ pub mod reg {
 }
 
 const LVT_MASKED: u32 = 1 << 16;
-/// Delivery mode ExtINT.
+/// Delivery mode ExtINT in an LVT entry: an 8259 supplies the vector.
 const LVT_EXTINT: u32 = 7 << 8;
 const SVR_ENABLED: u32 = 1 << 8;
 /// Bits that must be 0 in an x2APIC's ICR.
 const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
-/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`.
+/// The shortest period of the timer in nanoseconds: KVM's `min_timer_period_us`.
 const MIN_PERIOD: u64 = 200_000;
-/// The largest divisor of the timer's count.
+/// The largest number by which the divide register divides the timer's clock.
 pub const MAX_DIVISOR: u64 = 128;
 /// The number of registers of the APIC page.
 pub const REGISTERS: usize = 64;
@@ -79,7 +79,7 @@ pub enum Effect {
 /// The result of sending an interrupt to an APIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The APIC is disabled, so the interrupt is dropped.
+    /// The APIC is disabled, so it drops the interrupt.
     Refused,
     /// The vector was pending already: the guest will see one interrupt for both.
     Merged,
@@ -93,12 +93,12 @@ pub struct Refused;
 
 const X2APIC_MODE: u64 = BASE_ENABLE | BASE_X2APIC;
 
-/// Returns the mode bits of APIC_BASE.
+/// Returns the bits of APIC_BASE that determine the APIC's mode (disabled, xAPIC or x2APIC).
 fn mode(base: u64) -> u64 {
     base & (BASE_ENABLE | BASE_X2APIC)
 }
 
-/// Checks a new value of the APIC_BASE MSR. The client may restore any valid value. If `from_guest` is true, the
+/// Checks a new value of the APIC_BASE MSR. The VMM may restore any valid value. If `from_guest` is true, the
 /// processor's rules for changes of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
 ///
 /// # Errors
@@ -117,7 +117,7 @@ pub fn check_base(old: u64, new: u64, from_guest: bool) -> Result<(), Refused> {
     }
 }
 
-/// One local APIC.
+/// The state of one local APIC.
 #[derive(Clone, Debug)]
 pub struct Lapic {
     regs: [u32; REGISTERS],
@@ -133,7 +133,7 @@ pub struct Lapic {
 }
 
 impl Lapic {
-    /// Returns the APIC of the vCPU with this id, as after reset.
+    /// Makes the APIC of the vCPU with this id, in its state after reset.
     pub fn new(id: u32, bootstrap: bool, tsc_khz: u64) -> Self {
         let mut lapic = Lapic {
             regs: [0; REGISTERS],
@@ -150,7 +150,7 @@ impl Lapic {
         lapic
     }
 
-    /// Resets everything but the base and the id, as INIT does.
+    /// Resets all registers except APIC_BASE and the id, as INIT does.
     pub fn reset(&mut self) {
         let id = self.get(reg::ID);
         self.regs = [0; REGISTERS];
@@ -231,17 +231,18 @@ impl Lapic {
         Ok(())
     }
 
-    /// Whether `gpa` is in the page of the APIC's registers although the registers are not mapped there now.
+    /// Whether `gpa` is in the page that APIC_BASE names, although this page does not contain the APIC's registers now.
     pub fn is_hole(&self, gpa: u64) -> bool {
         self.page().is_none() && gpa & !0xfff == self.base & 0x000f_ffff_ffff_f000
     }
 
-    /// Whether the registers are MSRs now.
+    /// Whether the APIC is in x2APIC mode, in which its registers are MSRs.
     pub fn x2apic(&self) -> bool {
         self.base & BASE_X2APIC != 0
     }
 
-    /// Returns the physical page of the registers, if they are mapped in memory now.
+    /// Returns the physical address of the page with the APIC's registers. `None`: the APIC is not in xAPIC mode, so no
+    /// page contains them.
     pub fn page(&self) -> Option<u64> {
         (self.base & (BASE_ENABLE | BASE_X2APIC) == BASE_ENABLE)
             .then_some(self.base & 0x000f_ffff_ffff_f000)
@@ -481,7 +482,7 @@ impl Lapic {
         }
     }
 
-    /// Makes an interrupt pending.
+    /// Makes the interrupt with this vector pending (IRR). `level` says whether it is level-triggered.
     pub fn request(&mut self, vector: u8, level: bool) -> Request {
         if !self.software_enabled() {
             return Request::Refused;
@@ -509,20 +510,21 @@ impl Lapic {
             .filter(|&vector| u32::from(vector) >> 4 > self.ppr() >> 4)
     }
 
-    /// Moves an interrupt from requested to in service.
+    /// Moves the interrupt with this vector from requested (IRR) to in service (ISR).
     pub fn accept(&mut self, vector: u8) {
         let (offset, bit) = Self::bit(vector);
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
         self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
     }
 
-    /// Removes a requested interrupt and ends it at once, because its source needs no EOI.
+    /// Removes the requested interrupt with this vector and ends it at once. Call instead of [`accept`](Self::accept)
+    /// for an interrupt whose source needs no EOI.
     pub fn accept_ended(&mut self, vector: u8) {
         let (offset, bit) = Self::bit(vector);
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
-    /// Whether the EOI of the interrupt in service concerns only the guest: no other interrupt is pending, and no I/O
+    /// Whether the guest may end the interrupt in service without an exit: no other interrupt is pending, and no I/O
     /// APIC waits for the EOI.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {
@@ -559,7 +561,7 @@ impl Lapic {
         }
         let logical = match self.get(reg::DFR) >> 28 {
             _ if self.x2apic() => Logical::X2apic,
-            // Only APICs that software has enabled can be found by a logical id.
+            // A logical id finds only APICs that software has enabled.
             _ if !self.software_enabled() => Logical::None,
             0xf => Logical::Flat((self.get(reg::LDR) >> 24) as u8),
             0 => Logical::Cluster((self.get(reg::LDR) >> 24) as u8),
@@ -583,7 +585,7 @@ impl Lapic {
         1 << shift
     }
 
-    /// Returns the nanoseconds of one step of the timer's count.
+    /// Returns the length in nanoseconds of one step of the timer's count.
     fn count_ns(&self) -> u64 {
         self.divisor() * self.bus_cycle_ns
     }
@@ -592,7 +594,7 @@ impl Lapic {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 1
     }
 
-    /// Returns the nanoseconds of one full count. A periodic count is at least as long as KVM's minimum.
+    /// Returns the length in nanoseconds of one full count. A periodic count is at least [`MIN_PERIOD`] long.
     fn period(&self) -> u64 {
         match u64::from(self.get(reg::TIMER_INITIAL)) * self.count_ns() {
             0 => 0,
@@ -636,12 +638,13 @@ impl Lapic {
         Effect::Timer
     }
 
-    /// Returns the time at which the timer has to be examined next.
+    /// Returns the time at which the caller has to call [`tick`](Self::tick) next. `None`: the timer has no deadline.
     pub fn deadline(&self) -> Option<u64> {
         self.deadline
     }
 
-    /// Fires the timer if its deadline has passed.
+    /// If the timer's deadline is at or before `now`, makes the timer's interrupt pending, unless the LVT entry masks
+    /// it.
     pub fn tick(&mut self, now: u64) {
         let Some(deadline) = self.deadline.filter(|&deadline| deadline <= now) else {
             return;
@@ -650,7 +653,7 @@ impl Lapic {
         let period = self.period();
         let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
-        // Ticks that were missed are dropped: the next deadline is after `now`.
+        // Periods that were missed cause no interrupt: the next deadline is after `now`.
         self.deadline = periodic.then(|| {
             let missed = (now - deadline) / period;
             deadline.saturating_add(period.saturating_mul(missed + 1))
@@ -660,7 +663,8 @@ impl Lapic {
         }
     }
 
-    /// Returns the registers as memory shows them, 16 bytes apart, in the form that [`restore`](Self::restore) takes.
+    /// Returns the registers in the layout of the APIC page, 16 bytes apart, in the form that
+    /// [`restore`](Self::restore) takes.
     pub fn save(&self, now: u64) -> [u32; REGISTERS] {
         let mut registers = self.regs;
         registers[(reg::TIMER_CURRENT >> 4) as usize] = self.timer_current(now);

@@ -3,7 +3,8 @@
 /// The effect of a change of an interrupt line at one controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The line is high, but it is masked, or its level waits for the EOI of the previous interrupt.
+    /// The line is high, but no interrupt is delivered: the line is masked, or the previous interrupt of its level has
+    /// not ended (EOI) yet.
     Ignored,
     /// The line is high, but its earlier interrupt is still pending: the guest sees one interrupt for both.
     Coalesced,
@@ -28,7 +29,7 @@ impl Outcome {
 /// The input lines of a controller. A line is high while at least one of its sources holds it high.
 #[derive(Clone, Debug)]
 pub(crate) struct Lines<const N: usize> {
-    /// For each line, the sources that hold it high, by bit.
+    /// For each line, the sources that hold the line high, one bit for each source.
     held: [u64; N],
 }
 
@@ -37,7 +38,8 @@ impl<const N: usize> Lines<N> {
         Lines { held: [0; N] }
     }
 
-    /// Makes `source` (modulo 64) hold `line` high, or release it. Returns the level of the line.
+    /// Makes `source` (modulo 64) hold `line` high, or stop holding it high. Returns whether the line is high
+    /// afterwards.
     pub(crate) fn set(&mut self, line: usize, source: u8, level: bool) -> bool {
         let bit = 1 << (source & 63);
         match level {

@@ -3,9 +3,9 @@
 /// The delivery mode of an interrupt (SDM volume 3, 12.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeliveryMode {
-    /// The message goes to each destination, with the vector.
+    /// The message delivers its vector to each destination.
     Fixed,
-    /// The message goes to one of the destinations.
+    /// The message delivers its vector to one of the destinations.
     LowestPriority,
     /// A system management interrupt.
     Smi,
@@ -77,16 +77,16 @@ pub enum MsiIds {
     },
 }
 
-/// An interrupt on its way to local APICs.
+/// A message that delivers an interrupt to local APICs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
     /// The vector; the page number for [`DeliveryMode::StartUp`].
     pub vector: u8,
     /// The delivery mode.
     pub mode: DeliveryMode,
-    /// The message is level-triggered: the APIC reports its EOI to I/O APICs.
+    /// Whether the interrupt is level-triggered: then the local APIC reports the interrupt's EOI to I/O APICs.
     pub level: bool,
-    /// If false, the message ends a level, and is no interrupt.
+    /// Whether the message is an interrupt. If false, the message only deasserts a level.
     pub assert: bool,
     /// The local APICs to which the message goes.
     pub destination: Destination,

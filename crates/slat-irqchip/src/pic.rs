@@ -21,7 +21,8 @@ pub use i8259::PicState;
 pub const LINES: usize = 16;
 /// The master's input that the slave's output drives.
 const CASCADE: u8 = 2;
-/// The input whose vector the CPU gets when no input has a request.
+/// The input whose vector the CPU gets if it acknowledges an interrupt while no input has a request (a spurious
+/// interrupt).
 const SPURIOUS: u8 = 7;
 /// The lines that the edge/level registers can make level-triggered: all lines but 0, 1, 2, 8 and 13.
 const ELCR_MASK: [u8; 2] = [0xf8, 0xde];
@@ -35,7 +36,7 @@ pub enum Chip {
     Slave,
 }
 
-/// The meaning of a register of the pair's ports.
+/// A register of the pair, as a port selects it.
 #[derive(Clone, Copy)]
 enum Register {
     Command,
@@ -46,7 +47,7 @@ enum Register {
 /// The result of acknowledging the pair's interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acknowledged {
-    /// The vector.
+    /// The vector of the interrupt that the CPU delivers.
     pub vector: u8,
     /// The lines, by bit, whose interrupt ended at once (automatic EOI).
     pub ended: u16,
@@ -61,7 +62,7 @@ pub struct Change {
     pub unmasked: u16,
 }
 
-/// The two controllers.
+/// The pair of 8259A interrupt controllers of a PC.
 #[derive(Clone, Debug)]
 pub struct Pics {
     /// Master and slave.
@@ -104,8 +105,8 @@ impl Pics {
         }
     }
 
-    /// Makes `source` (modulo 64) hold line `irq` high, or release it. If the line is already high, there is no new
-    /// edge, and the result is [`Outcome::Coalesced`]. (KVM's `KVM_IRQ_LINE_STATUS` reports this case as 1.)
+    /// Makes `source` (modulo 64) hold line `irq` high, or stop holding it high. If the line is already high, there is
+    /// no new edge, and the result is [`Outcome::Coalesced`]. (KVM's `KVM_IRQ_LINE_STATUS` reports this case as 1.)
     pub fn set_line(&mut self, irq: usize, source: u8, level: bool) -> Outcome {
         if irq >= LINES {
             return Outcome::Ignored;
@@ -146,7 +147,7 @@ impl Pics {
         self.chips[chip as usize].request(cascade)
     }
 
-    /// Passes the slave's request on to the master. Call after every change.
+    /// If the slave has a request, latches it at the master's input that the slave drives. Call after every change.
     fn cascade(&mut self) {
         if self.request(Chip::Slave).is_some() {
             self.chips[0].latch(CASCADE);
@@ -187,7 +188,7 @@ impl Pics {
         let cascade = (chip == Chip::Master).then_some(CASCADE);
         let (value, ended) = state.read(data, cascade);
         if polled_slave {
-            // The slave's request is served or withdrawn, so the master drops it.
+            // The slave's request was served or withdrawn, so the master's request for its input is dropped.
             self.chips[0].irr &= !(1 << CASCADE);
         }
         let ended = chip.lines(ended);
@@ -232,7 +233,7 @@ impl Pics {
 }
 
 impl Chip {
-    /// Returns the lines, by bit, of this controller's `inputs`, which are also by bit.
+    /// Returns the lines of the pair that drive `inputs` of this controller. Both are sets of bits.
     fn lines(self, inputs: u8) -> u16 {
         match self {
             Chip::Master => u16::from(inputs),

@@ -29,7 +29,7 @@ pub const SPEAKER_DATA_ON: u32 = 2;
 /// The port of counter 0. The ports of counters 1 and 2 follow.
 const COUNTERS: u16 = 0x40;
 const CONTROL: u16 = 0x43;
-/// The gate of counter 2, and the speaker.
+/// The port of the gate of counter 2 and of the speaker.
 const SPEAKER: u16 = 0x61;
 
 /// Bits of a control word for one counter: the bytes to read and write. If no bit is set, the word is the count latch
@@ -48,31 +48,31 @@ const SPEAKER_OUT: u8 = 1 << 5;
 /// The memory refresh bit changes every 2^14 ns, as in KVM. On a PC it changes about every 15 us.
 const REFRESH_SHIFT: u32 = 14;
 
-/// The registers: the fields of `kvm_pit_state2`.
+/// The registers of the 8254: the fields of `kvm_pit_state2`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PitState {
-    /// The counters.
+    /// The registers of the three counters.
     pub channels: [ChannelState; 3],
     /// [`HPET_LEGACY`] and [`SPEAKER_DATA_ON`]; other flags have no effect.
     pub flags: u32,
 }
 
-/// The 8254 with the gate of its counter 2.
+/// The 8254 timer (PIT), and port 0x61, which controls the gate of counter 2.
 #[derive(Clone, Debug)]
 pub struct Pit {
     channels: [Channel; 3],
     flags: u32,
     /// Whether this 8254 serves port 0x61.
     speaker: bool,
-    /// The ticks of counter 0 that have been counted.
+    /// The ticks of counter 0's current count, and how many of them were counted.
     ticks: Ticks,
     reinjection: Reinjection,
 }
 
 impl Pit {
     /// Creates an 8254 as after reset. With `speaker` it serves port 0x61 (`KVM_PIT_SPEAKER_DUMMY`). Here and in all
-    /// other calls, `now` is in nanoseconds and never goes back. If clients read `count_load_time`, `now` has to be a
-    /// time of `CLOCK_MONOTONIC`.
+    /// other calls, `now` is in nanoseconds and never goes back. If VMMs read `count_load_time`, `now` has to be a time
+    /// of `CLOCK_MONOTONIC`.
     pub fn new(speaker: bool, now: u64) -> Self {
         Pit {
             channels: [false, false, true].map(|gated| Channel::new(gated, now)),

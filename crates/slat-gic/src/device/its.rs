@@ -28,7 +28,7 @@ impl ItsDevice {
         &mut self.its
     }
 
-    /// Returns the first guest-physical address of the ITS's frames, if the client has set it.
+    /// Returns the first guest-physical address of the ITS's frames, if the VMM has set it.
     pub fn base(&self) -> Option<u64> {
         self.base
     }

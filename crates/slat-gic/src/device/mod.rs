@@ -1,6 +1,6 @@
 //! The devices of KVM's API with their attributes: KVM_DEV_TYPE_ARM_VGIC_V2, _V3, and _ITS.
 //!
-//! The owner of a device copies the values of attributes between the client's memory and [`Device::set`] and
+//! The owner of a device copies the values of attributes between the VMM's memory and [`Device::set`] and
 //! [`Device::get`]. A value has [`value_size`] bytes. While a vCPU runs, the owner refuses attributes for registers,
 //! tables and initialization with EBUSY.
 
@@ -63,7 +63,7 @@ const REGION_FLAGS: u64 = 0xf000;
 const REGION_BASE: u64 = 0x000f_ffff_ffff_0000;
 const REGION_COUNT_SHIFT: u32 = 52;
 
-/// The offsets of GICD_IIDR and GICD_TYPER2. A client of GICv3 may also access these registers before initialization.
+/// The offsets of GICD_IIDR and GICD_TYPER2. A VMM of GICv3 may also access these registers before initialization.
 const IIDR: u64 = 0x8;
 const EARLY_REGISTERS: [u64; 2] = [IIDR, 0xc];
 
@@ -88,14 +88,14 @@ pub fn value_size(group: u32) -> usize {
     }
 }
 
-/// A GIC as a device of KVM's API: the client's settings before the GIC exists, and then the GIC itself.
+/// A GIC as a device of KVM's API: the VMM's settings before the GIC exists, and then the GIC itself.
 #[derive(Clone, Debug)]
 pub struct Device {
     model: Model,
     interrupts: Option<u32>,
     addresses: Addresses,
     has_its: bool,
-    /// The value of GICD_IIDR that the client has set before initialization.
+    /// The value of GICD_IIDR that the VMM has set before initialization.
     identity: Option<u32>,
     gic: Option<Gic>,
 }
@@ -128,7 +128,7 @@ impl Device {
         self.addresses.find(self.model, gpa)
     }
 
-    /// Records that the client has created an ITS. Until then the GIC says that it has no LPIs.
+    /// Records that the VMM has created an ITS. Until then the GIC says that it has no LPIs.
     pub fn attach_its(&mut self) {
         self.has_its = true;
         if let Some(gic) = &mut self.gic {
@@ -161,7 +161,7 @@ impl Device {
         Ok(())
     }
 
-    /// Creates a GIC with the settings that the client has made so far.
+    /// Creates a GIC with the settings that the VMM has made so far.
     fn new_gic(&self, vcpus: &[VcpuName]) -> Result<Gic, Error> {
         let interrupts = self.interrupts.unwrap_or(DEFAULT_INTERRUPTS);
         let mut gic = Gic::new(self.model, interrupts, vcpus)?;
@@ -181,8 +181,8 @@ impl Device {
         is_v3 && group == group::DISTRIBUTOR && is_register
     }
 
-    /// Prepares the first run of a vCPU. Initializes a GICv2 if the client has not done so. `address_bits` is the
-    /// number of bits of the guest's physical addresses.
+    /// Prepares the first run of a vCPU. Initializes a GICv2 if the VMM has not done so. `address_bits` is the number
+    /// of bits of the guest's physical addresses.
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap, or a region has grown
@@ -258,7 +258,7 @@ impl Device {
         }
     }
 
-    /// Gets an attribute: KVM_GET_DEVICE_ATTR. `input` is the value in the client's memory before the call; only
+    /// Gets an attribute: KVM_GET_DEVICE_ATTR. `input` is the value in the VMM's memory before the call; only
     /// [`address::REDISTRIBUTOR_REGION`] uses it.
     ///
     /// # Errors
@@ -335,7 +335,7 @@ impl Device {
     }
 
     /// Whether a register exists. A GIC that is not initialized has the registers for the number of interrupts that the
-    /// client has set so far.
+    /// VMM has set so far.
     fn has_register<M: Memory>(
         &self,
         vm: &Vm<'_, M>,
@@ -417,7 +417,7 @@ impl Device {
         if !INTERRUPTS.contains(&value) || !value.is_multiple_of(32) {
             return Err(Error::Invalid);
         }
-        // After initialization, the number of interrupts is set even if the client has not set it.
+        // After initialization, the number of interrupts is set even if the VMM has not set it.
         if self.interrupts.is_some() {
             return Err(Error::Busy);
         }

@@ -19,7 +19,7 @@ pub const V2_VCPUS: usize = 8;
 pub const V3_VCPUS: usize = 512;
 /// The numbers of interrupts that a GIC may have, as KVM accepts them.
 pub const INTERRUPTS: core::ops::RangeInclusive<u32> = 64..=1023;
-/// The number of interrupts of a GIC whose client sets none.
+/// The number of interrupts of a GIC whose VMM sets none.
 pub const DEFAULT_INTERRUPTS: u32 = 256;
 
 /// The version of the GIC's architecture.
@@ -62,8 +62,8 @@ pub(crate) struct Vcpu {
     pub(crate) pendbaser: u64,
     /// GICR_TYPER.Last: whether the redistributor is the last of contiguous redistributors.
     pub(crate) is_last: bool,
-    /// The widths of priorities and of INTIDs that ICC_CTLR_EL1 shows. The client may have restored those of the
-    /// machine on which the state was saved.
+    /// The widths of priorities and of INTIDs that ICC_CTLR_EL1 shows. The VMM may have restored those of the machine
+    /// on which the state was saved.
     pub(crate) priority_bits: u8,
     pub(crate) id_bits: u8,
     signals: Signals,
@@ -81,8 +81,7 @@ pub struct Gic {
     pub(crate) enabled: bool,
     /// The field Revision of GICD_IIDR.
     pub(crate) revision: u8,
-    /// GICv2: whether the client has written GICD_IIDR. Before that, the client's writes of interrupt groups are
-    /// ignored.
+    /// GICv2: whether the VMM has written GICD_IIDR. Before that, the VMM's writes of interrupt groups are ignored.
     pub(crate) client_knows_groups: bool,
     pub(crate) has_its: bool,
     pub(crate) propbaser: u64,
@@ -200,7 +199,7 @@ impl Gic {
 
     /// Returns the index of the vCPU with an id.
     pub fn vcpu_with_id(&self, id: u32) -> Option<usize> {
-        // If no client has chosen another id, the id of each vCPU is its index. So the index `id` is tried first.
+        // If no VMM has chosen another id, the id of each vCPU is its index. So the index `id` is tried first.
         let has_id = |index: &usize| self.vcpus[*index].name.id == id;
         let guess = Some(id as usize).filter(|index| *index < self.vcpus.len());
         let others = || (0..self.vcpus.len()).find(has_id);

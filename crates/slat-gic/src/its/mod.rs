@@ -1,7 +1,7 @@
 //! The Interrupt Translation Service: registers, and the translation of messages (IHI 0069, chapter 5).
 //!
-//! As in KVM, the tables of the guest are not used while the ITS runs: commands change the maps here, and the client
-//! saves them into the guest's tables before it reads the guest's memory ([`Its::save_tables`]). A command that the
+//! As in KVM, the tables of the guest are not used while the ITS runs: commands change the maps here, and the VMM saves
+//! them into the guest's tables before it reads the guest's memory ([`Its::save_tables`]). A command that the
 //! architecture calls an error is ignored, and the queue does not stall.
 
 mod commands;
@@ -85,7 +85,7 @@ const REGISTERS: [Region<Register>; 8] = [
     doubles(0x0100, 0x40, Register::Tables),
     words(0xffd0, 0x30, Register::Identification),
 ];
-/// The offsets between which the client accesses registers of 64 bits.
+/// The offsets between which the VMM accesses registers of 64 bits.
 const FIRST_DOUBLE: u64 = 0x0008;
 const LAST_DOUBLE_END: u64 = 0xffd0;
 
@@ -339,7 +339,7 @@ impl Its {
         ((self.queue_base & QUEUE_PAGES) + 1) << QUEUE_PAGE_SHIFT
     }
 
-    /// Whether the client's attribute interface has a register at `offset`: KVM_HAS_DEVICE_ATTR.
+    /// Whether the VMM's attribute interface has a register at `offset`: KVM_HAS_DEVICE_ATTR.
     ///
     /// # Errors
     /// [`Error::Invalid`]: the offset is not aligned. [`Error::NoAttribute`]: there is no register.
@@ -347,7 +347,7 @@ impl Its {
         client_region(offset).map(|_| ())
     }
 
-    /// Reads a register for the client: KVM_DEV_ARM_VGIC_GRP_ITS_REGS. 64-bit registers are read whole.
+    /// Reads a register for the VMM: KVM_DEV_ARM_VGIC_GRP_ITS_REGS. 64-bit registers are read whole.
     ///
     /// # Errors
     /// Those of [`has_register`](Self::has_register).
@@ -356,7 +356,7 @@ impl Its {
         Ok(self.read_register(region, offset, client_width(region)))
     }
 
-    /// Writes a register for the client. 64-bit registers are written whole.
+    /// Writes a register for the VMM. 64-bit registers are written whole.
     ///
     /// # Errors
     /// Those of [`client_read`](Self::client_read); [`Error::Invalid`]: GITS_IIDR names another layout of the tables,
@@ -392,7 +392,7 @@ impl Its {
     }
 }
 
-/// Returns the region of a register that the client names.
+/// Returns the region of a register that the VMM names.
 fn client_region(offset: u64) -> Result<&'static Region<Register>, Error> {
     let alignment = match (FIRST_DOUBLE..LAST_DOUBLE_END).contains(&offset) {
         true => 8,

@@ -34,7 +34,7 @@ const COLLECTION_TARGET_SHIFT: u32 = 16;
 const UNMAPPED: u32 = u32::MAX;
 
 /// The number of event entries that one restore reads. Without a limit, a guest whose devices all share one large table
-/// would keep the client busy for minutes.
+/// would keep the VMM busy for minutes.
 const MAX_READ: u64 = 1 << 24;
 
 impl Its {
@@ -51,7 +51,7 @@ impl Its {
         if self.device_table & VALID == 0 {
             return Ok(());
         }
-        // A device is not saved if the guest has removed the device's part from the table. So the client can save the
+        // A device is not saved if the guest has removed the device's part from the table. So the VMM can save the
         // rest.
         let devices = self.devices.iter();
         let with_entries =
@@ -89,8 +89,8 @@ impl Its {
         Ok(())
     }
 
-    /// Restores the maps from the guest's tables: KVM_DEV_ARM_ITS_RESTORE_TABLES. The client has restored the GIC, and
-    /// all registers of the ITS except GITS_CTLR.
+    /// Restores the maps from the guest's tables: KVM_DEV_ARM_ITS_RESTORE_TABLES. The VMM has restored the GIC, and all
+    /// registers of the ITS except GITS_CTLR.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::Exists`]: the tables are inconsistent. [`Error::Fault`]: a table is not in

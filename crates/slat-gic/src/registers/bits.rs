@@ -38,7 +38,7 @@ impl Gic {
                 Register::Group => interrupt.group == Group::One,
                 Register::SetEnable | Register::ClearEnable => interrupt.enabled,
                 Register::SetActive | Register::ClearActive => interrupt.active,
-                // The client of a GICv3 reads only the latch here, because it reads the lines by another attribute.
+                // The VMM of a GICv3 reads only the latch here, because it reads the lines by another attribute.
                 Register::SetPending if is_client_of_v3 => interrupt.latch,
                 Register::ClearPending if is_client_of_v3 => false,
                 Register::SetPending | Register::ClearPending => interrupt.is_pending(),
@@ -58,7 +58,7 @@ impl Gic {
         access: Access,
     ) {
         // A write of one of the following registers sets the state of all its interrupts, not only of those whose bit
-        // is set. SetPending is such a register only for the client of a GICv3.
+        // is set. SetPending is such a register only for the VMM of a GICv3.
         let replaces_latch = access == Access::Client && self.model == Model::V3;
         let concerns_all = match register {
             Register::Group => true,
@@ -84,9 +84,9 @@ impl Gic {
         access: Access,
     ) {
         let is_v2_sgi = self.is_v2_sgi(intid);
-        // With GICv2, the guest uses other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The
-        // client saves and restores the pending state by this register, which does not have the sources. So the
-        // client's write makes the vCPU itself the source.
+        // With GICv2, the guest uses other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The VMM
+        // saves and restores the pending state by this register, which does not have the sources. So the VMM's write
+        // makes the vCPU itself the source.
         let is_ignored = is_v2_sgi && access == Access::Guest;
         self.change(vcpu, intid, |interrupt| match register {
             Register::Group => interrupt.group = Group::of(bit),
@@ -143,7 +143,7 @@ impl Gic {
         }
     }
 
-    /// Reads the lines of 32 interrupts for the client. A line of an edge-triggered interrupt, of an SGI, or of an
+    /// Reads the lines of 32 interrupts for the VMM. A line of an edge-triggered interrupt, of an SGI, or of an
     /// interrupt that does not exist is low.
     pub(super) fn read_lines(&self, vcpu: usize, first: u32) -> u32 {
         let lines = self.collect(vcpu, first, 32, 1, |interrupt| {
@@ -152,8 +152,8 @@ impl Gic {
         lines as u32
     }
 
-    /// Writes the lines of 32 interrupts for the client. This is independent of the triggers, which the client may
-    /// restore later.
+    /// Writes the lines of 32 interrupts for the VMM. This is independent of the triggers, which the VMM may restore
+    /// later.
     pub(super) fn write_lines(&mut self, vcpu: usize, first: u32, value: u32) {
         let existing = SGIS..self.interrupts();
         let lines = (0..32).map(|index| (first + index, value >> index & 1 != 0));

@@ -1,10 +1,10 @@
-//! The registers in memory, for the guest and for the client of KVM's device attributes.
+//! The registers in memory, for the guest and for the VMM of KVM's device attributes.
 //!
 //! The guest reaches registers by loads and stores in a [`Frame`]. An access that no register accepts reads as zero and
-//! is ignored as a write, as in KVM. To save and restore the state, the client reads and writes most of these
-//! registers, 32 bits at a time. The following registers differ for the client:
+//! is ignored as a write, as in KVM. To save and restore the state, the VMM reads and writes most of these registers,
+//! 32 bits at a time. The following registers differ for the VMM:
 //!
-//! | registers | guest | client |
+//! | registers | guest | VMM |
 //! |---|---|---|
 //! | GICD_IIDR | ignores writes | sets the revision; another product is an error |
 //! | GICv3: GICD_ISPENDR, GICR_ISPENDR0 | pending state; sets bits | the latch alone; replaces it |
@@ -71,7 +71,7 @@ pub enum Frame {
     Redistributor(usize),
 }
 
-/// The party that makes an access: the guest or the client.
+/// The party that makes an access: the guest or the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Guest,
@@ -255,7 +255,7 @@ impl Gic {
         }
     }
 
-    /// Reads 32 bits for the client: KVM_DEV_ARM_VGIC_GRP_DIST_REGS, _CPU_REGS and _REDIST_REGS. As in KVM, offsets
+    /// Reads 32 bits for the VMM: KVM_DEV_ARM_VGIC_GRP_DIST_REGS, _CPU_REGS and _REDIST_REGS. As in KVM, offsets
     /// without a register read as zero.
     ///
     /// # Panics
@@ -265,8 +265,8 @@ impl Gic {
         accepted.map_or(0, |(accepted, vcpu)| self.read_register(vcpu, accepted)) as u32
     }
 
-    /// Writes 32 bits for the client. `memory` is the guest's memory, which holds the tables of LPIs. As in KVM, a
-    /// write to an offset without a register is ignored.
+    /// Writes 32 bits for the VMM. `memory` is the guest's memory, which holds the tables of LPIs. As in KVM, a write
+    /// to an offset without a register is ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist.
@@ -350,7 +350,7 @@ fn regions(model: Model, frame: Frame) -> &'static [Region<Register>] {
     }
 }
 
-/// Whether the client of a GIC with `interrupts` interrupts has a register at `offset`.
+/// Whether the VMM of a GIC with `interrupts` interrupts has a register at `offset`.
 pub(crate) fn has_register(model: Model, frame: Frame, offset: u64, interrupts: u32) -> bool {
     let region = find(regions(model, frame), offset, 4, interrupts);
     let effects = [

@@ -17,7 +17,7 @@ const FIQ_ENABLE: u32 = 1 << 3;
 const COMMON_BINARY_POINT: u32 = 1 << 4;
 const SEPARATE_DEACTIVATION: u32 = 1 << 9;
 
-/// The client sees only those five bits of the priority mask that exist, as the lowest bits of the register.
+/// The VMM sees only those five bits of the priority mask that exist, as the lowest bits of the register.
 const CLIENT_MASK_SHIFT: u32 = 3;
 
 impl Gic {
@@ -73,7 +73,7 @@ impl Gic {
         }
     }
 
-    /// Reads a register of the CPU interface of a vCPU. The client can read only the registers that hold state.
+    /// Reads a register of the CPU interface of a vCPU. The VMM can read only the registers that hold state.
     pub(super) fn read_cpu_interface(
         &mut self,
         vcpu: usize,
@@ -150,7 +150,7 @@ impl Gic {
         hidden.unwrap_or_else(|| self.shown(vcpu, highest))
     }
 
-    /// Writes a register of the CPU interface of a vCPU. The client can write only registers that hold state.
+    /// Writes a register of the CPU interface of a vCPU. The VMM can write only registers that hold state.
     pub(super) fn write_cpu_interface(
         &mut self,
         vcpu: usize,

@@ -166,7 +166,7 @@ fn fast_calls_have_twelve_words_beside_two_registers() {
     assert!(Flush::read(Input(0x03 | FAST | most), MOST, word).is_ok());
     let more = Flush::read(Input(0x03 | FAST | reps(12)), MOST, word);
     assert_eq!(more, Err(Status::InvalidInput));
-    // Banks without processors have to be present, too.
+    // The registers must also have the banks in which no processor exists.
     let all = Fast {
         registers: [0x30, 0],
         xmm: [u128::from(u64::MAX >> 50); 6],

@@ -23,7 +23,8 @@ fn write(timers: &mut Timers, index: u32, value: u64) {
     timers.write(index, value, Writer::Guest, ALL).unwrap();
 }
 
-/// Runs the timers at a moment; every notice gets `delivery`. Returns the notices.
+/// Runs the timers at the moment `reference` of the reference clock. Each notice gets the result `delivery`. Returns
+/// the notices.
 fn run(timers: &mut Timers, reference: u64, delivery: Delivery) -> Vec<Notice> {
     let mut notices = Vec::new();
     timers.tick(at(reference).host);
@@ -119,7 +120,8 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE | ENABLED);
     write(&mut timers, COUNT, 0);
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
-    // The host's write only restores a state: it does not enable the timer automatically.
+    // A write by the host restores a state, so it does not enable the timer automatically, as a write by the guest
+    // does.
     timers.write(COUNT, 500, Writer::Host, ALL).unwrap();
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }

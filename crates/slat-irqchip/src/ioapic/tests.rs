@@ -113,7 +113,7 @@ fn registers() {
     // Remote IRR and delivery status are read-only.
     machine.program(23, u64::MAX);
     assert_eq!(machine.entry(23), !(REMOTE_IRR | 1 << 12));
-    // There is no EOI register.
+    // The I/O APIC has no EOI register at offset 0x40.
     assert_eq!(machine.write(0x40, &[0xff; 4]), None);
     assert!(machine.ioapic.contains(DEFAULT_BASE + 0xff));
     assert!(!machine.ioapic.contains(DEFAULT_BASE + 0x100));
@@ -204,7 +204,7 @@ fn the_outcome_says_how_many_accepted() {
 #[test]
 fn edges() {
     let mut machine = Machine::default();
-    // Edges at a masked pin are lost.
+    // An edge at a masked pin is lost: no interrupt follows when the pin is unmasked.
     assert_eq!(machine.set(5, 0, true), Outcome::Ignored);
     assert_eq!(machine.set(5, 0, true), Outcome::Coalesced);
     machine.program(5, 0x35);
@@ -255,7 +255,7 @@ fn a_level_waits_for_the_unmasking() {
     };
     assert_eq!(written, Some(unmasked));
     assert_eq!(machine.vectors(), [0x39]);
-    // The level is in service, so masking and unmasking delivers nothing.
+    // The interrupt is in service, so masking and unmasking its pin delivers nothing.
     machine.program(9, LEVEL | MASKED | 0x39);
     machine.program(9, LEVEL | 0x39);
     assert_eq!(machine.vectors(), []);
@@ -386,7 +386,7 @@ fn a_restored_state_delivers_what_waited() {
     other.program(5, LEVEL | 0x35);
     assert_eq!(other.vectors(), [0x34, 0x35]);
 
-    // As in KVM, requests that a client has set in the state are delivered.
+    // As in KVM, requests that a VMM has set in the state are delivered.
     let state = IoApicState {
         irr: 1 << 3 | 0xff << 24,
         ..state

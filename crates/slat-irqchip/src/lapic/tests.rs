@@ -63,11 +63,11 @@ fn a_period_is_at_least_200_us() {
     assert_eq!(lapic.deadline(), Some(201_000));
     lapic.tick(201_500);
     assert_eq!(lapic.deadline(), Some(401_000));
-    // A timer that fires once may fire soon.
+    // The limit does not apply to a one-shot timer.
     lapic.write(reg::LVT_TIMER, 0x40, 500_000);
     lapic.write(reg::TIMER_INITIAL, 1, 500_000);
     assert_eq!(lapic.deadline(), Some(500_001));
-    // When the timer becomes periodic, the limit applies.
+    // The limit applies when the timer becomes periodic.
     lapic.write(reg::LVT_TIMER, 0x40 | 1 << 17, 500_000);
     lapic.tick(500_001);
     assert_eq!(lapic.deadline(), Some(700_001));

@@ -4,7 +4,7 @@ use crate::line::Outcome;
 
 /// The registers of one 8259A: the fields of `kvm_pic_state`.
 ///
-/// A saved state may come from a client, so that every field can have any value.
+/// A saved state may come from a VMM, so that every field can have any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PicState {
     /// The last levels of the inputs, for detecting edges.
@@ -60,7 +60,7 @@ const OCW2_SPECIFIC: u8 = 1 << 6;
 /// OCW2: EOI, the end of an interrupt.
 const OCW2_EOI: u8 = 1 << 5;
 
-/// The result of a poll without a request, as in KVM.
+/// The value that a poll returns if no input has a request, as in KVM.
 const NOTHING_POLLED: u8 = 7;
 const POLLED: u8 = 1 << 7;
 
@@ -116,7 +116,7 @@ impl PicState {
         self.irr |= 1 << cascade;
     }
 
-    /// Returns the input of `set` with the highest priority, and how many priorities this input is below the highest.
+    /// Returns the input with the highest priority among the inputs `set`, and its priority: 0 is the highest.
     fn highest(&self, set: u8) -> Option<(u8, u32)> {
         let highest = u32::from(self.priority_add & 7);
         let distance = set.rotate_right(highest).trailing_zeros();
@@ -184,7 +184,7 @@ impl PicState {
         (value, 0)
     }
 
-    /// Writes the command port. Returns the inputs whose interrupts this has ended.
+    /// Writes the command port. Returns the inputs whose interrupts the command has ended.
     pub(super) fn write_command(&mut self, value: u8) -> u8 {
         if value & ICW1 != 0 {
             return self.initialize(value);
@@ -226,8 +226,8 @@ impl PicState {
         }
     }
 
-    /// Carries out ICW1. Forgets edges that wait, and ends the interrupts in service. Returns the inputs of both,
-    /// because no other command ends their interrupts.
+    /// Carries out ICW1. Drops the requests of edges that wait, and ends the interrupts in service. Returns the inputs
+    /// of these requests and interrupts, because no later command ends them.
     ///
     /// As in KVM, if a line is high and is raised again afterwards, that counts as an edge. In the data sheet, the line
     /// has to fall first.
@@ -251,7 +251,7 @@ impl PicState {
         ended
     }
 
-    /// Writes the data port: the mask, or the initialization word that is next.
+    /// Writes the data port: during initialization the next initialization word, otherwise the mask.
     pub(super) fn write_data(&mut self, value: u8) {
         match self.init_state {
             1 => {

@@ -4,7 +4,7 @@ use super::time::ticks;
 
 /// The registers of one counter: the fields of `kvm_pit_channel_state`.
 ///
-/// A saved state may come from a client, so that every field can have any value.
+/// A saved state may come from a VMM, so that every field can have any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChannelState {
     /// The initial count. 0 means 65,536.
@@ -29,7 +29,7 @@ pub struct ChannelState {
     pub mode: u8,
     /// Whether the counter counts in four decimal digits.
     pub bcd: u8,
-    /// The gate input.
+    /// The level of the gate input: 1 is high.
     pub gate: u8,
     /// The time at which the count began, in nanoseconds.
     pub count_load_time: i64,
@@ -137,7 +137,7 @@ impl Channel {
         }
     }
 
-    /// Returns the count in progress and its mode, if the guest or a client has programmed the counter.
+    /// Returns the count in progress and its mode, if the guest or a VMM has programmed the counter.
     pub(super) fn programmed(&self) -> Option<(Mode, Run)> {
         self.run
             .filter(|_| self.state.mode <= 5)
@@ -170,7 +170,7 @@ impl Channel {
         }
     }
 
-    /// Begins a count.
+    /// Begins a count at the time `now`.
     fn start(&mut self, now: u64) {
         let stopped = self.gated && !self.gate() && !self.mode().is_triggered();
         self.state.count_load_time = now as i64;
@@ -187,7 +187,7 @@ impl Channel {
         self.state.count_load_time = now as i64;
     }
 
-    /// Returns the ticks of the initial count.
+    /// Returns the length of the initial count in ticks of the clock.
     fn count_in_ticks(&self) -> u64 {
         let count = self.state.count;
         let ticks = match (self.is_decimal(), count) {
@@ -353,7 +353,7 @@ impl Channel {
 }
 
 impl Run {
-    /// Returns the ticks since the count began, except for those during a low gate.
+    /// Returns the number of ticks of the clock since the count began, without the ticks during which the gate was low.
     fn gone(&self, now: u64) -> u64 {
         ticks(self.stopped.unwrap_or(now).saturating_sub(self.since))
     }

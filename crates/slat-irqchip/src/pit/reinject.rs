@@ -1,6 +1,6 @@
 //! Decides which ticks become interrupts.
 
-/// The ticks that wait for the guest.
+/// The ticks of counter 0 whose interrupts the guest has not acknowledged yet.
 #[derive(Clone, Debug)]
 pub(super) struct Reinjection {
     on: bool,
@@ -32,7 +32,7 @@ impl Reinjection {
         self.unacknowledged = 0;
     }
 
-    /// Adds `due` ticks. Returns whether there is an interrupt to inject.
+    /// Adds `due` ticks. Returns whether the caller has to inject an interrupt now.
     pub(super) fn tick(&mut self, due: u64) -> bool {
         if !self.on {
             return due != 0;
@@ -42,7 +42,8 @@ impl Reinjection {
         idle && due != 0
     }
 
-    /// Notes that the guest has acknowledged a tick. Returns whether there is an interrupt to inject.
+    /// Notes that the guest has acknowledged the interrupt of a tick. Returns whether the caller has to inject the
+    /// interrupt of the next tick now.
     pub(super) fn acknowledge(&mut self) -> bool {
         self.unacknowledged = self.unacknowledged.saturating_sub(1);
         self.unacknowledged != 0

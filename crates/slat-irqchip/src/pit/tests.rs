@@ -136,7 +136,7 @@ fn decimal_counts() {
     assert_eq!(count(&mut pit, 2, BEGIN + ns(1001)), 0x9999);
     assert!(out(&mut pit, 2, BEGIN + ns(1000)));
     assert_eq!(status(&mut pit, 2, BEGIN) & 0x3f, 0x31);
-    // A count of 0 is the greatest count. Digits other than 0 to 9 do no harm.
+    // A count of 0 means the greatest count. Decimal counts with digits other than 0 to 9 do no harm.
     pit.write(CONTROL, 0x35, BEGIN);
     load(&mut pit, 0, 0, BEGIN);
     assert_eq!(pit.next_deadline(), Some(BEGIN + ns(10_000)));
@@ -162,7 +162,7 @@ fn a_low_gate_stops_the_count() {
         assert!(out(&mut pit, 2, BEGIN + ns(199)), "mode {mode}");
         let frozen = count(&mut pit, 2, BEGIN + ns(90));
         assert_eq!(count(&mut pit, 2, BEGIN + ns(123)), frozen);
-        // The count begins again.
+        // The rising gate begins the count again.
         let again = BEGIN + ns(300);
         set_gate(&mut pit, true, again);
         assert_eq!(count(&mut pit, 2, again), 100);
@@ -321,7 +321,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     let tick = |n: u64| BEGIN + ns(11_932 * n);
     assert!(pit.expire(tick(1)));
     assert!(!pit.acknowledged());
-    // There are four ticks, and the guest gets them one after the other.
+    // Ticks 2 to 5 come before the guest's next acknowledgement. The guest gets their interrupts one after the other.
     assert!(pit.expire(tick(3)));
     assert!(!pit.expire(tick(5)));
     assert_eq!(pit.next_deadline(), Some(tick(6)));
@@ -331,7 +331,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     assert!(!pit.acknowledged());
     assert!(!pit.acknowledged(), "one too many is nothing");
     assert!(pit.expire(tick(6)));
-    // After unmasking, nothing waits, as the interrupt may have been lost.
+    // After the guest has unmasked IRQ 0, no tick waits, because the interrupt may have been lost.
     assert!(!pit.expire(tick(9)));
     pit.reset_reinjection();
     assert!(!pit.acknowledged());
@@ -385,7 +385,7 @@ fn saving_and_restoring() {
         (saved.status, saved.status_latched) = (state.status, state.status_latched);
     }
     assert_eq!(saved, state);
-    // A count of 0 is the greatest.
+    // A count of 0 means the greatest count.
     let mut zero = state;
     zero.channels[0].count = 0;
     other.restore(&zero, 77);

@@ -3,8 +3,8 @@
 use super::channel::{Mode, Run};
 use super::time::{nanoseconds, ticks};
 
-/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. A shorter count ticks with this period, but the
-/// guest reads the count that it wrote.
+/// The shortest period of the ticks in nanoseconds: KVM's `min_timer_period_us`. A shorter count ticks with this
+/// period, but the guest reads the count that it wrote.
 const MIN_PERIOD: u64 = 200_000;
 
 /// The ticks that follow from one count that the guest has written: the times at which the counter's output raises the
@@ -20,10 +20,10 @@ pub(super) struct Ticks {
 enum Schedule {
     /// The counter ticks once, at this time.
     Once(u64),
-    /// There is a tick at the end of each `count` ticks of the clock. Each tick is computed from the beginning, so that
-    /// rounding errors do not add up.
+    /// The counter ticks after every `count` ticks of the clock from the time `since` on. The time of each tick is
+    /// computed from `since`, so that rounding errors do not add up.
     Periodic { since: u64, count: u64 },
-    /// The first tick is at this time; later ticks follow at distances of [`MIN_PERIOD`].
+    /// The counter ticks first at this time, and then every [`MIN_PERIOD`] nanoseconds.
     Limited(u64),
 }
 
@@ -47,7 +47,7 @@ impl Ticks {
         Ticks { schedule, seen: 0 }
     }
 
-    /// Returns the time of the first tick that was not counted yet.
+    /// Returns the time of the first tick that was not counted yet. `None`: no such tick follows.
     pub(super) fn next(&self) -> Option<u64> {
         match *self.schedule.as_ref()? {
             Schedule::Once(at) => (self.seen == 0).then_some(at),
@@ -61,7 +61,7 @@ impl Ticks {
         }
     }
 
-    /// Counts the ticks until `now`. Returns how many of them are new.
+    /// Counts the ticks until `now`. Returns the number of ticks that no earlier call has counted.
     pub(super) fn expire(&mut self, now: u64) -> u64 {
         let all = match self.schedule {
             None => 0,

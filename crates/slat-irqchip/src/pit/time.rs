@@ -3,7 +3,7 @@
 const TICKS: u128 = 105;
 const NANOSECONDS: u128 = 88_000;
 
-/// Returns the ticks that are complete after `nanoseconds`.
+/// Returns the number of ticks of the 8254's clock that are complete after `nanoseconds`.
 pub(super) fn ticks(nanoseconds: u64) -> u64 {
     (u128::from(nanoseconds) * TICKS / NANOSECONDS) as u64
 }
