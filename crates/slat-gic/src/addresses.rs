@@ -13,7 +13,7 @@ use alloc::vec::Vec;
 /// The alignment of GICv2's frames (4 KiB), and of GICv3's and the ITS's frames (64 KiB).
 pub(crate) const PAGE_4K: u64 = 0x1000;
 pub(crate) const PAGE_64K: u64 = 0x1_0000;
-/// The value that the VMM reads as the address of a frame without an address.
+/// The value that the VMM reads as the address of a frame whose address was not set.
 pub(crate) const UNSET: u64 = u64::MAX;
 
 /// A contiguous range of redistributors' frames: a redistributor region of KVM's API.
@@ -21,7 +21,7 @@ pub(crate) const UNSET: u64 = u64::MAX;
 struct Region {
     base: u64,
     /// The number of redistributors. `None`: the VMM has set the region without a number of redistributors
-    /// (KVM_VGIC_V3_ADDR_TYPE_REDIST). Then it is the only region, and has a place for each vCPU.
+    /// (KVM_VGIC_V3_ADDR_TYPE_REDIST). Such a region is the only one, and has a place for each vCPU.
     capacity: Option<u32>,
     /// The vCPUs whose redistributors are in the region, in the order of their places.
     vcpus: Vec<usize>,
@@ -93,7 +93,7 @@ impl Addresses {
         self.regions.first().map_or(UNSET, |region| region.base)
     }
 
-    /// Returns the base address and the capacity of a region. The capacity is zero if the VMM has not set it.
+    /// Returns the base address and the capacity of the region `index`. The capacity is zero if the VMM has not set it.
     pub(crate) fn region(&self, index: usize) -> Option<(u64, u32)> {
         let region = self.regions.get(index)?;
         Some((region.base, region.capacity.unwrap_or(0)))
@@ -265,7 +265,8 @@ impl Addresses {
         (distributor.into_iter().chain(interface).chain(regions)).collect()
     }
 
-    /// Returns the frame that has a guest-physical address, and the offset in the frame.
+    /// Returns the frame that contains the guest-physical address `gpa`, and the offset of `gpa` in the frame. `None`:
+    /// no frame contains `gpa`.
     pub(crate) fn find(&self, model: Model, gpa: u64) -> Option<(Frame, u64)> {
         let inside = |base: Option<u64>, size| {
             let offset = gpa.checked_sub(base?)?;

@@ -17,7 +17,7 @@ const CTLR_AFF3: u64 = 1 << 15;
 /// ICC_SRE_EL1: system registers are enabled, and nothing bypasses the GIC.
 const SRE: u64 = 0b111;
 const SRE_ENABLE: u64 = 1 << 0;
-/// The field of an INTID in the registers.
+/// The field of the registers that contains an INTID.
 const INTID: u64 = 0xff_ffff;
 
 /// A system register of the CPU interface. A register that exists for each group has the group as its value. An active
@@ -87,7 +87,7 @@ impl Icc {
     }
 }
 
-/// Whether a VMM can access the register with an encoding. A VMM can access the registers that hold state.
+/// Whether the VMM can access the register with the encoding `name`. The VMM can access the registers that hold state.
 pub(crate) fn is_of_client(name: u16) -> bool {
     matches!(
         Icc::from_encoding(name),

@@ -64,14 +64,15 @@ pub(crate) struct Interrupt {
     pub(crate) trigger: Trigger,
     /// Whether the interrupt is pending because of an edge, a message, or a write to GICD_ISPENDR.
     pub(crate) latch: bool,
-    /// Whether the line is high. Only level-triggered interrupts keep this up to date.
+    /// Whether the interrupt's line is high. Up to date only while the interrupt is level-triggered.
     pub(crate) line: bool,
     pub(crate) active: bool,
     /// GICv2: the vCPUs, by bit, that have generated this SGI.
     pub(crate) sources: u8,
     /// GICv2: the byte of GICD_ITARGETSR. GICv3: the affinity in GICD_IROUTER.
     pub(crate) route: u32,
-    /// The index of the target vCPU. `route` names this vCPU; the vCPU of an LPI is that of the LPI's collection.
+    /// The index of the target vCPU. `route` names this vCPU, except for an LPI: the LPI's collection determines its
+    /// vCPU.
     pub(crate) target: Option<usize>,
     /// The entry of this interrupt in a vCPU's pending set. `None`: the interrupt is in no pending set.
     pub(crate) queued: Option<Place>,
@@ -100,8 +101,9 @@ impl Interrupt {
         self.latch || self.trigger == Trigger::Level && self.line
     }
 
-    /// Returns where the interrupt belongs in the pending sets. An active interrupt belongs in no set, because it
-    /// cannot be acknowledged a second time before it is deactivated.
+    /// Returns the vCPU, the group and the priority by which the interrupt belongs in a pending set. `None`: the
+    /// interrupt belongs in no set. That also holds for an active interrupt, because it cannot be acknowledged again
+    /// before it is deactivated.
     pub(crate) fn place(&self) -> Option<Place> {
         let is_ready = self.enabled && self.is_pending() && !self.active;
         let vcpu = self.target.filter(|_| is_ready)?;

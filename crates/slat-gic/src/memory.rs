@@ -18,7 +18,7 @@ pub trait Memory {
     /// A part of the range is not writable memory.
     fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), Fault>;
 
-    /// Whether there is memory at `gpa`.
+    /// Whether the guest has memory at the guest-physical address `gpa`.
     fn has(&self, gpa: u64) -> bool;
 }
 

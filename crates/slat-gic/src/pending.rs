@@ -22,10 +22,10 @@
 use crate::interrupt::{Group, Place};
 use alloc::collections::BTreeSet;
 
-/// The pending set of a vCPU.
+/// The pending set of a vCPU: the interrupts that the vCPU could acknowledge.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PendingSet {
-    /// The priorities and INTIDs of the interrupts, by group.
+    /// The priority and the INTID of each interrupt, in one set for each group.
     groups: [BTreeSet<(u8, u32)>; 2],
 }
 

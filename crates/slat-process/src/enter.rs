@@ -9,8 +9,9 @@ thread_local! {
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as slat's own, so that it makes all its calls itself. Call once, when the thread begins. No filter
-/// may apply to the thread: it was started before the program's first filter, or together with the helper.
+/// Marks this thread as slat's own, so that it makes all its system calls itself, and does not ask the helper. Call
+/// once, when the thread begins. No filter may apply to the thread: it was started before the program's first filter,
+/// or together with the helper.
 pub fn mark_own_thread() {
     IS_OWN.set(true);
 }

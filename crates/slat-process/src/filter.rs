@@ -8,7 +8,7 @@ use libc::sock_filter;
 /// A filter's input: the kernel's `struct seccomp_data` as its 16 words.
 type Data = [u32; 16];
 
-/// The size of the machine's scratch memory, in words.
+/// The number of 32-bit words in the scratch memory of a BPF program.
 const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 
 /// Records the calls that the filter `program` forbids. From then on, the helper thread makes these calls for all
@@ -110,7 +110,7 @@ fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
                     _ => None,
                 };
             }
-            // The remaining class is BPF_MISC, with the two operations TAX and TXA.
+            // The remaining class of instructions is BPF_MISC, with the two operations TAX and TXA.
             _ => match code & 0xf8 {
                 0x00 => x = a,
                 0x80 => a = x,

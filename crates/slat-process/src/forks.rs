@@ -10,13 +10,13 @@ use crate::arch::memory::OwnPages;
 use crate::noted::{note_first, noted_thread_id};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-/// Words that the kernel clears in a forked child.
+/// The words of slat that the kernel clears in a forked child (`MADV_WIPEONFORK`).
 #[repr(C)]
 struct Wiped {
     /// The generation of this process: 1 for the first process that uses slat, one more for each forked descendant that
     /// uses slat. 0 until slat first needs the generation.
     generation: AtomicU64,
-    /// The process id. 0 until [`owner`] or [`note_owner`] stores it.
+    /// The id of this process. 0 until [`owner`] or [`note_owner`] stores the id.
     pid: AtomicI32,
     /// The number of VMs that live in this process.
     live_vms: AtomicUsize,
@@ -107,7 +107,7 @@ pub fn note_owner() {
     }
 }
 
-/// The process in which an object was created.
+/// Identifies the process in which an object was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);
 

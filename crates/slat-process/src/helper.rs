@@ -29,7 +29,7 @@ const CLAIMED: u32 = 1;
 const POSTED: u32 = 2;
 const DONE: u32 = 3;
 
-/// The number of requests that can be open at a time.
+/// The greatest number of requests that can wait for the helper at a time.
 #[cfg(not(all(test, loom)))]
 const REQUESTS: usize = 64;
 /// The number of requests in the loom model, which has more threads than requests.
@@ -124,7 +124,7 @@ impl Helper {
         }
     }
 
-    /// Makes other threads' calls, forever.
+    /// Makes the system calls that other threads post, and never returns. The helper thread runs this.
     pub fn serve(&self) -> ! {
         self.serves.store(true, Ordering::Relaxed);
         loop {

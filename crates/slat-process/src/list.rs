@@ -14,18 +14,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The thread that makes a call if a filter forbids the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
-    /// The calling thread makes the call nevertheless, so the filter must allow the call.
+    /// Only the calling thread can make the call, so the filter must allow the call.
     Nobody,
     /// The helper thread makes the call.
     Helper,
-    /// No thread makes the call: slat works without it.
+    /// No thread makes the call: slat works without the result of the call.
     Omitted,
 }
 
 /// A system call, described as a filter sees it.
 #[derive(Debug)]
 pub struct Entry {
-    /// The call's name, with the arguments that a filter may check.
+    /// The name of the call for messages, with the arguments that a filter may check.
     pub name: &'static str,
     /// The call's number.
     pub number: i64,

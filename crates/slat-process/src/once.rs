@@ -85,7 +85,7 @@ impl<T: Send + Sync + 'static> Default for Computed<T> {
     }
 }
 
-/// Work that is done at the first use, and whose effect lasts.
+/// Work that is done once, at its first use, and whose effect lasts in the process and its forked children.
 #[derive(Debug)]
 pub struct Prepared {
     /// 0 before the work begins. Then the [`Birth`] of the process whose thread does the work. Finally

@@ -15,7 +15,7 @@ pub struct ItsDevice {
 }
 
 impl ItsDevice {
-    /// Creates the device. The owner then calls [`Device::attach_its`](super::Device::attach_its).
+    /// Creates the device. Its creator then calls [`Device::attach_its`](super::Device::attach_its) of the GIC.
     pub const fn new() -> Self {
         ItsDevice {
             base: None,
@@ -71,7 +71,8 @@ impl ItsDevice {
                 }
                 control::SAVE_ITS_TABLES => self.its.save_tables(gic, vm.memory),
                 control::RESTORE_ITS_TABLES => self.its.restore_tables(gic, vm.memory),
-                // Initialization has nothing to do. KVM does nothing for unknown commands, either.
+                // The command that initializes the ITS has nothing to do. As in KVM, unknown commands do nothing,
+                // either.
                 _ => Ok(()),
             },
             group::ITS_REGISTERS => {

@@ -67,7 +67,7 @@ const REGION_COUNT_SHIFT: u32 = 52;
 const IIDR: u64 = 0x8;
 const EARLY_REGISTERS: [u64; 2] = [IIDR, 0xc];
 
-/// The facts about the VM that attributes need.
+/// The parts of the VM that are needed to get and set attributes.
 #[derive(Debug)]
 pub struct Vm<'a, M> {
     /// The vCPUs, in the order of their creation.
@@ -123,7 +123,8 @@ impl Device {
         self.addresses.ranges(self.model)
     }
 
-    /// Returns the frame that has a guest-physical address, and the offset in the frame.
+    /// Returns the frame that contains the guest-physical address `gpa`, and the offset of `gpa` in the frame. `None`:
+    /// no frame contains `gpa`.
     pub fn find(&self, gpa: u64) -> Option<(Frame, u64)> {
         self.addresses.find(self.model, gpa)
     }
@@ -242,8 +243,8 @@ impl Device {
                 let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
                 let (frame, offset) = (frame(group, vcpu), attribute & OFFSET);
                 let mut gic = self.new_gic(vm.vcpus)?;
-                // A refused value is `Invalid` here, not `Busy`: before initialization it is not too late to set a
-                // register, but the register cannot have this value.
+                // A refused value is `Invalid`, not `Busy`, because before initialization a register can still be set,
+                // but not to this value.
                 gic.client_write(vcpu, frame, offset, value as u32, vm.memory)
                     .map_err(|_| Error::Invalid)?;
                 self.identity = Some(gic.client_read(vcpu, frame, IIDR));
@@ -334,8 +335,8 @@ impl Device {
         }
     }
 
-    /// Whether a register exists. A GIC that is not initialized has the registers for the number of interrupts that the
-    /// VMM has set so far.
+    /// Whether the GIC has the register that an attribute names. A GIC that is not initialized counts as having the
+    /// number of interrupts that the VMM has set so far.
     fn has_register<M: Memory>(
         &self,
         vm: &Vm<'_, M>,
@@ -362,7 +363,7 @@ impl Device {
         }
     }
 
-    /// Refuses a group of registers that the model does not have.
+    /// Returns an error if GICs of this model do not have the group of registers.
     fn check_frame(&self, group: u32) -> Result<(), Error> {
         match (group, self.model) {
             (group::DISTRIBUTOR, _)
@@ -425,7 +426,8 @@ impl Device {
         Ok(())
     }
 
-    /// Sets the address of a frame. A frame that only the other GIC version has is an unknown attribute.
+    /// Sets the address of a frame. The address of a frame that only the other version of the GIC has is an unknown
+    /// attribute.
     fn set_address<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,

@@ -5,7 +5,7 @@ use super::{Gic, Model, Signals};
 use crate::interrupt::{Group, LPIS, PRIVATE, SGIS, SPECIAL, Trigger};
 use crate::pending::Candidate;
 
-/// The position of the field for an SGI's source vCPU in GICv2's registers that show an interrupt.
+/// The lowest bit of the field for an SGI's source vCPU, in GICv2's registers that return an interrupt's number.
 const SOURCE_SHIFT: u32 = 10;
 
 impl Gic {

@@ -121,7 +121,7 @@ impl Gic {
         }
     }
 
-    /// Makes an LPI pending, or not.
+    /// Sets whether an LPI is pending.
     pub(crate) fn set_lpi_pending(&mut self, intid: u32, pending: bool) {
         self.change(0, intid, |lpi| lpi.latch = pending);
     }
@@ -140,7 +140,8 @@ impl Gic {
             if is_readable {
                 match pending_byte(pendbaser, intid, memory) {
                     Ok((_, byte)) => self.set_lpi_pending(intid, byte & bit_of(intid) != 0),
-                    // As in KVM, after a part that is not in memory the rest of the table is not read.
+                    // As in KVM, if a part of the table is not in memory, neither this part nor the rest of the table
+                    // is read.
                     Err(Fault) => is_readable = false,
                 }
             }

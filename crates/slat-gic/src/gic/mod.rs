@@ -73,7 +73,7 @@ pub(crate) struct Vcpu {
     is_changed: bool,
 }
 
-/// A GIC without its ITS.
+/// A GIC: distributor, redistributors and CPU interfaces. An ITS is not part of it.
 #[derive(Clone, Debug)]
 pub struct Gic {
     pub(crate) model: Model,
@@ -269,7 +269,7 @@ impl Gic {
         Ok(())
     }
 
-    /// Returns an interrupt. Only private interrupts depend on `vcpu`.
+    /// Returns the interrupt `intid`. `vcpu` matters only for private interrupts (SGIs and PPIs).
     pub(crate) fn interrupt(&self, vcpu: usize, intid: u32) -> Option<&Interrupt> {
         match intid {
             ..PRIVATE => Some(&self.vcpus[vcpu].private[intid as usize]),
@@ -278,7 +278,7 @@ impl Gic {
         }
     }
 
-    /// Returns an interrupt, which the caller may change. The caller calls [`requeue`](Self::requeue) afterwards.
+    /// Returns an interrupt mutably. The caller must call [`requeue`](Self::requeue) after a change.
     pub(crate) fn interrupt_mut(&mut self, vcpu: usize, intid: u32) -> Option<&mut Interrupt> {
         match intid {
             ..PRIVATE => Some(&mut self.vcpus[vcpu].private[intid as usize]),
@@ -295,7 +295,8 @@ impl Gic {
         }
     }
 
-    /// Makes the pending sets agree with the state of an interrupt. Only private interrupts depend on `vcpu`.
+    /// Updates the entry of an interrupt in the pending sets after a change of the interrupt's state. `vcpu` matters
+    /// only for private interrupts (SGIs and PPIs).
     pub(crate) fn requeue(&mut self, vcpu: usize, intid: u32) {
         let Some(interrupt) = self.interrupt(vcpu, intid) else {
             return;

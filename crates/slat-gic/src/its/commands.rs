@@ -33,7 +33,7 @@ pub(super) const TABLE_PAGE: u64 = 0x1_0000;
 pub(super) const LEVEL_ONE_VALID: u64 = 1 << 63;
 pub(super) const LEVEL_ONE_ADDRESS: u64 = 0x000f_ffff_ffff_0000;
 
-/// A command as four words.
+/// A command of the ITS, as its four 64-bit words.
 struct Command([u64; 4]);
 
 impl Command {
@@ -109,7 +109,7 @@ impl Its {
         exists.then(|| table.entry(device.into(), memory)).flatten()
     }
 
-    /// Whether the collection table has an entry for a collection.
+    /// Whether the guest's collection table is large enough for an entry of `collection`.
     pub(super) fn has_collection_entry(&self, collection: u16, memory: &impl Memory) -> bool {
         let table = Table::of(self.collection_table);
         table.entry(collection.into(), memory).is_some()
@@ -142,7 +142,7 @@ impl Its {
         }
     }
 
-    /// Executes a command. Returns `None` if the command is an error, and then has changed nothing.
+    /// Executes a command. Returns `None` if the command is an error. Such a command changes nothing.
     fn command(&mut self, command: &Command, gic: &mut Gic, memory: &impl Memory) -> Option<()> {
         match command.field(0, 0, 8) {
             MAPD => self.map_device(command, gic, memory),
@@ -180,7 +180,7 @@ impl Its {
                 }
                 Some(())
             }
-            // SYNC has nothing to wait for, and other commands do not exist.
+            // SYNC does nothing, because all earlier commands are complete. Other commands do not exist.
             _ => None,
         }
     }
@@ -199,8 +199,8 @@ impl Its {
             return Some(());
         }
         self.remove_device(device, gic);
-        // Clears the entry in the guest's table, because an earlier save may have stored the device there, and a
-        // restore would map it again.
+        // Clears the device's entry in the guest's table. An earlier save may have stored the device in this entry, and
+        // a restore would map the device again.
         write_u64(memory, entry, 0).ok()
     }
 

@@ -89,7 +89,7 @@ const REGISTERS: [Region<Register>; 8] = [
 const FIRST_DOUBLE: u64 = 0x0008;
 const LAST_DOUBLE_END: u64 = 0xffd0;
 
-/// An event of a device.
+/// An event of a device that the guest has mapped to an LPI.
 #[derive(Clone, Copy, Debug)]
 struct Event {
     lpi: u32,
@@ -115,7 +115,7 @@ pub enum Delivery {
     Unmapped,
 }
 
-/// An ITS.
+/// An interrupt translation service (ITS).
 #[derive(Clone, Debug)]
 pub struct Its {
     enabled: bool,
@@ -196,7 +196,7 @@ impl Its {
         }
     }
 
-    /// Returns the vCPU of a mapped collection.
+    /// Returns the vCPU of a collection. `None`: the collection is not mapped.
     fn target(&self, collection: Option<u16>) -> Option<usize> {
         self.collections.get(&collection?).copied().flatten()
     }
@@ -232,7 +232,7 @@ impl Its {
         Ok(Delivery::Pending)
     }
 
-    /// Reads a register for the guest. Accesses that no register accepts read as zero.
+    /// Reads a register for the guest. An access to an offset without a register, or of a wrong width, reads as zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let region = find(&REGISTERS, offset, data.len(), 1);
         let value = region.map_or(0, |region| self.read_register(region, offset, data.len()));
@@ -327,7 +327,8 @@ impl Its {
         let new = replace(*old, offset, width, value) & !(TABLE_READ_ONLY | PAGE_SIZE | missing);
         let new = new | kind << TYPE_SHIFT | (ENTRY - 1) << ENTRY_SHIFT | PAGE_64K;
         let new = with_attributes(new, INNER_SHIFT, OUTER_SHIFT);
-        // A driver that resumes writes the register's present value again. That write must not unmap anything.
+        // A driver that resumes after suspend writes the register's current value again. Such a write must not unmap
+        // anything.
         match (core::mem::replace(old, new) != new, kind) {
             (true, TYPE_DEVICES) => self.unmap_devices(gic),
             (true, _) => self.unmap_collections(),

@@ -51,8 +51,8 @@ impl Its {
         if self.device_table & VALID == 0 {
             return Ok(());
         }
-        // A device is not saved if the guest has removed the device's part from the table. So the VMM can save the
-        // rest.
+        // If the guest has removed the part of the device table that has a device's entry, this device is not saved,
+        // but all others are.
         let devices = self.devices.iter();
         let with_entries =
             devices.filter_map(|(&id, device)| Some((id, self.device_entry(id, memory)?, device)));
@@ -75,7 +75,8 @@ impl Its {
         }
         let table = Table::of(self.collection_table);
         let mut address = table.base;
-        // The table has space for all collections, because a change of the table unmaps them.
+        // The table has space for all mapped collections: a collection that does not fit cannot be mapped, and a change
+        // of the table unmaps all collections.
         for (&collection, target) in &self.collections {
             let number = target.map_or(UNMAPPED, |vcpu| gic.vcpus[vcpu].name.id);
             let target = u64::from(number) << COLLECTION_TARGET_SHIFT;

@@ -6,8 +6,8 @@ use crate::gic::{Gic, Model};
 use crate::interrupt::{Group, Interrupt, PRIORITIES, PRIVATE, SGIS, Trigger};
 
 impl Gic {
-    /// Calls `value` with each of the `count` interrupts from `first` on. Returns all results in one number, in which
-    /// each result has `bits` bits.
+    /// Calls `value` with each of the `count` interrupts from INTID `first` on. Returns all results in one number, in
+    /// which each result has `bits` bits.
     fn collect(
         &self,
         vcpu: usize,

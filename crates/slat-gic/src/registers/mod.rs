@@ -71,7 +71,7 @@ pub enum Frame {
     Redistributor(usize),
 }
 
-/// The party that makes an access: the guest or the VMM.
+/// The origin of an access: the guest, or the VMM (KVM's client) by device attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Guest,
@@ -92,7 +92,7 @@ impl Accepted {
         self.region.intid(self.offset)
     }
 
-    /// Returns how many interrupts of `bits` bits each the access concerns.
+    /// Returns the number of interrupts that the access covers, in registers with `bits` bits for each interrupt.
     fn count(&self, bits: u32) -> u32 {
         self.width as u32 * 8 / bits
     }
@@ -119,7 +119,7 @@ impl Gic {
             Frame::Redistributor(of) => of,
             _ => vcpu,
         };
-        // GICv3's private interrupts are in the redistributors.
+        // With GICv3, the registers of private interrupts are in the redistributors.
         let is_in_redistributor = self.model == Model::V3
             && frame == Frame::Distributor
             && region.is_of_interrupts()

@@ -61,7 +61,7 @@ const WORD_OR_DOUBLE: usize = 4 | 8;
 pub(crate) struct Region<R> {
     pub(crate) start: u32,
     length: u32,
-    /// The number of bits that each interrupt has in these registers. Zero: the registers have no bits of interrupts.
+    /// The number of bits that each interrupt has in these registers. Zero: the registers have no bits for interrupts.
     bits: u32,
     widths: usize,
     pub(crate) register: R,
@@ -194,7 +194,7 @@ pub(crate) const V3_REDISTRIBUTOR: [Region<Register>; 23] = [
 ];
 
 impl<R> Region<R> {
-    /// Whether the registers have bits of interrupts.
+    /// Whether the registers have bits for interrupts.
     pub(crate) fn is_of_interrupts(&self) -> bool {
         self.bits != 0
     }
@@ -221,7 +221,8 @@ impl<R> Region<R> {
     }
 }
 
-/// Returns the region of an access, if the access is a valid one.
+/// Returns the region that contains the register of an access. `None`: there is no register at this offset, or the
+/// register does not permit the access.
 pub(crate) fn find<R>(
     regions: &[Region<R>],
     offset: u64,

@@ -22,7 +22,7 @@ const TYPER_AFFINITY_SHIFT: u32 = 32;
 const PIDR2: u32 = 0xffe8;
 const PIDR2_VALUE: u64 = 0x3b;
 
-/// The affinities that exist in routes: Aff3 does not, as GICD_TYPER.A3V says.
+/// The fields of an affinity in GICD_IROUTER: Aff0 to Aff2. Aff3 does not exist, as GICD_TYPER.A3V says.
 const ROUTE: u32 = 0x00ff_ffff;
 
 /// For GICR_PROPBASER and GICR_PENDBASER: masks of the bits that do not exist, and fields.
@@ -137,7 +137,7 @@ impl Gic {
                 let new = with_attributes(new, inner, outer) & !PENDBASER_MISSING;
                 self.vcpus[vcpu].pendbaser = new;
             }
-            // A configuration that is not in memory stays as it was.
+            // If an LPI's configuration is not in memory, the LPI keeps its earlier configuration.
             Register::InvalidateLpi if lpis_enabled && is_lower => {
                 let _ = self.reload_lpi(value as u32, memory);
             }

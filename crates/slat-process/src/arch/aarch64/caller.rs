@@ -15,7 +15,7 @@
 
 use std::arch::asm;
 
-/// FPCR of a new process: rounds to nearest, nothing traps.
+/// The value of FPCR in a new process: results are rounded to nearest, and no exception traps.
 pub const FPCR: u64 = 0;
 
 /// Returns FPCR.
@@ -84,7 +84,7 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 mod tests {
     use super::*;
 
-    /// Divides at run time: the compiler cannot compute the quotient.
+    /// Returns a quotient that is computed at run time, not by the compiler.
     fn quotient(a: f64, b: f64) -> f64 {
         let result: f64;
         // SAFETY: the instruction only computes a quotient.

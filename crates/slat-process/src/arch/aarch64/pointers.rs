@@ -53,9 +53,9 @@ pub const ALTERNATE: usize = offset_of!(Thread, alternate);
 /// The offset of `used_to` in a [`Thread`].
 pub const USED_TO: usize = offset_of!(Thread, used_to);
 
-/// The id of an entry that no thread has had.
+/// The `id` of a table entry that no thread has ever claimed.
 const FREE: u32 = 0;
-/// The id of an entry whose thread has called [`forget`]. A search of the table continues after such an entry.
+/// The `id` of a table entry whose thread has called [`forget`]. A search of the table continues after such an entry.
 const LEFT: u32 = u32::MAX;
 
 /// The number of entries of the table of threads. A power of two. The table is larger than the number of threads of a
@@ -79,7 +79,7 @@ static THREADS: [Thread; COUNT] = [const {
 
 thread_local! {
     // The variable has neither an initialiser nor a destructor, because signal handlers use it.
-    /// This thread's entry, or null.
+    /// A pointer to this thread's entry in the table, or null.
     static OWN: Cell<*const Thread> = const { Cell::new(null()) };
 }
 
@@ -166,7 +166,8 @@ pub fn after_fork() {
     }
 }
 
-/// Stores the ends of slat's stack on this thread. Both are 0 if the thread has no such stack any more.
+/// Stores the ends of the stack on which slat's code runs on this thread. Both are 0 if the thread has no such stack
+/// any more.
 pub(crate) fn set_stack(low: usize, high: usize) {
     let own = own_or_new();
     own.stack[0].store(low, Ordering::Relaxed);

@@ -23,7 +23,7 @@ pub const IDENTIFICATION: u64 = 1 << 21;
 /// ID.
 pub const FLAGS: u64 = 1 << 8 | 1 << 10 | NESTED_TASK | 1 << 18 | IDENTIFICATION;
 
-/// MXCSR of a new process: rounds to nearest, all exceptions are masked.
+/// The value of MXCSR in a new process: results are rounded to nearest, and all exceptions are masked.
 pub static MXCSR: u32 = 0x1f80;
 /// The bits of the floating-point exceptions that have occurred, in MXCSR and in the x87 status word.
 const OCCURRED: u32 = 0x3f;

@@ -53,7 +53,7 @@ thread_local! {
     };
 }
 
-/// Stores the ends of slat's stack on this thread.
+/// Stores the ends of the stack on which slat's code runs on this thread.
 pub(crate) fn set_stack(low: usize, high: usize) {
     POINTERS.with(|pointers| {
         pointers.stack[0].set(low);
