@@ -60,8 +60,8 @@ impl Caches {
         if is(TTBR0) || is(TTBR1) || is(TCR) {
             self.edition += u64::from(self.tlb.switch(asid(system)));
         }
-        // These registers change what a cached translation allows. So do the debug registers (op0 is 2): watched pages
-        // are not cached.
+        // The value of these registers determines what a cached translation allows. The debug registers (op0 is 2)
+        // determine which pages may be cached: pages with a watchpoint are not.
         if is(SCTLR) || is(TCR) || is(MAIR) || name.parts()[0] == 2 {
             self.tlb.flush();
             self.edition += 1;

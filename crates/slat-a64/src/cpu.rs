@@ -302,7 +302,7 @@ impl Cpu {
         let went = one(&mut self.state, &mut mmu, &insn);
         let is_done = !matches!(went, Went::Out(Exit::Stop(_)));
         if is_done {
-            // ERET has loaded the guest's PSTATE.SS from SPSR, and it must not be cleared here.
+            // ERET has loaded PSTATE.SS from SPSR. This value must not be cleared after the instruction.
             if insn != Some(Insn::Eret) || self.state.debugger.is_some() {
                 self.state.end_step();
             }

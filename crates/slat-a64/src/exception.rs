@@ -173,7 +173,8 @@ impl State {
 
     /// Takes the exception that has ended the instruction at the program counter.
     ///
-    /// HVC and SMC are UNDEFINED here: callers that implement them must handle them instead of calling this function.
+    /// This function treats HVC and SMC as UNDEFINED. A caller that implements these calls must handle them itself,
+    /// instead of calling this function.
     pub fn take_exception(&mut self, exception: Exception) {
         let pc = self.pc;
         match exception {

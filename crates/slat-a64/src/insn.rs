@@ -429,7 +429,7 @@ pub(crate) enum Insn {
         rt: u8,
         rt2: u8,
     },
-    /// PRFM, which has no effect here.
+    /// PRFM, a prefetch, which has no effect on this CPU.
     Prefetch,
     /// LDAR, STLR, LDLAR, STLLR, LDAPR, LDAPUR, STLUR.
     Ordered {

@@ -33,7 +33,7 @@ pub struct Pstate {
     pub daif: u8,
     /// PAN: EL1 may not access data that EL0 may access.
     pub pan: bool,
-    /// DIT: timing independent of data. It changes nothing here.
+    /// DIT: data-independent timing. It has no effect on this CPU.
     pub dit: bool,
     /// IL: the illegal execution state.
     pub il: bool,

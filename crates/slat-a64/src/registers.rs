@@ -52,7 +52,7 @@ const ALL: u64 = u64::MAX;
 pub const BREAKPOINTS: usize = 6;
 /// The number of watchpoints.
 pub const WATCHPOINTS: usize = 4;
-/// The number of breakpoints that can match contexts. They are the last ones.
+/// The number of breakpoints that can match contexts: those with the highest numbers.
 pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
 /// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS,
 /// HMC, SSC, LBN, WT, MASK.
@@ -132,7 +132,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     breakpoint(2, 7, WATCH_WRITABLE),
     breakpoint(3, 6, !3),
     breakpoint(3, 7, WATCH_WRITABLE),
-    // OSLSR_EL1. The guest changes the lock by OSLAR_EL1; the embedder restores it here.
+    // OSLSR_EL1. The guest changes the OS lock by OSLAR_EL1; the embedder restores the lock by this register.
     row(
         [2, 0, 1, 1, 4],
         Rights::El1Reads,

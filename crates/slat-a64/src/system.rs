@@ -276,7 +276,8 @@ fn tlbi(state: &State, op2: u16, value: u64) -> Option<Invalidation> {
     Some(match op2 {
         0 => Invalidation::All,
         2 => Invalidation::Space(space),
-        // VAE1 and VAAE1 drop all levels, VALE1 and VAALE1 the last level only; here they do the same.
+        // The manual lets VAE1 and VAAE1 drop the entries of all levels, and VALE1 and VAALE1 only those of the last
+        // level. This CPU drops the translations of the page for all four.
         1 | 5 => Invalidation::Page {
             address,
             space: Some(space),

@@ -31,7 +31,7 @@ pub enum Kind {
     Unprivileged,
     /// An instruction of LSE, which reads and writes memory.
     Atomic,
-    /// DC ZVA. Its operand, given here, is the address that its faults report.
+    /// DC ZVA. The value is the instruction's operand, which is the address that its faults report.
     ZeroBlock(u64),
 }
 

@@ -81,7 +81,7 @@ impl Drop for Call<'_> {
         if self.was_panicking || !std::thread::panicking() {
             return;
         }
-        // `end` takes no lock, so it may be called here, where this thread may hold any lock.
+        // `end` takes no lock, so this destructor may call it although the thread may hold any lock.
         self.life.end(self.engine);
     }
 }

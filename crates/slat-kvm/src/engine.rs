@@ -55,8 +55,8 @@ macro_rules! formats {
                 }
             }
 
-            /// Whether entries that refer to tables have a bit that allows writes, so that one such entry can
-            /// write-protect all pages below it.
+            /// Whether entries that refer to tables have a bit that allows writes, so that one entry can write-protect
+            /// all pages that the table below it maps.
             pub fn protects_from_above(self) -> bool {
                 match self {
                     $(TableFormat::$variant => <$format as slat::Format>::TABLE_WRITE != 0,)*

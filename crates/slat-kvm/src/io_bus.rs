@@ -122,7 +122,7 @@ impl<D> Default for IoBus<D> {
     }
 }
 
-/// The table that one vCPU saw last.
+/// The bus's table that a vCPU has used last.
 #[derive(Debug)]
 pub(crate) struct KnownBus<D> {
     table: Option<Shared<Table<D>>>,

@@ -38,8 +38,8 @@ pub const RANGES: u32 = 1;
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RangesRequest {
-    /// The first frame of interest. The request sets it to the frame after the last range, so that the next request
-    /// continues there.
+    /// The first frame to search. The request sets this field to the frame after the last range that it returns, so
+    /// that the next request continues at that frame.
     gfn: u64,
     /// The address space of that frame. The request changes it with `gfn`.
     address_space: u32,
@@ -191,7 +191,7 @@ impl LogReader {
     /// Begins or ends an epoch.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EPERM` for one that can only be read; those of [`Self::begin`],
+    /// `ENXIO` for an unknown attribute, `EPERM` for an attribute that can only be read; those of [`Self::begin`],
     /// [`Self::commit`] and [`Self::abort`].
     pub(crate) fn set(&mut self, attribute: &kvm_device_attr) -> Result<()> {
         Self::has(attribute)?;
@@ -206,8 +206,8 @@ impl LogReader {
     /// Fills the [`RangesRequest`] to which the attribute refers.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EPERM` for one that can only be set, `EFAULT` for memory that cannot be read
-    /// or written, `EINVAL` without an epoch.
+    /// `ENXIO` for an unknown attribute, `EPERM` for an attribute that can only be set, `EFAULT` for memory that cannot
+    /// be read or written, `EINVAL` without an epoch.
     pub(crate) fn get(&mut self, attribute: &kvm_device_attr) -> Result<()> {
         Self::has(attribute)?;
         if attribute.group != RANGES {

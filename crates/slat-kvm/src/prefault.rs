@@ -10,8 +10,7 @@ use slat::{Gpa, MmuKind, ResolveError, Stop};
 use slat_host::page_size;
 use std::sync::atomic::Ordering;
 
-/// The number of bytes that are mapped between two checks for signals. This is the memory that one table of 4 KiB
-/// leaves maps.
+/// The number of bytes that are mapped between two checks for signals: as many as one table of 4 KiB leaves maps.
 const STRETCH: u64 = 2 << 20;
 
 impl VcpuObject {

@@ -30,7 +30,7 @@ impl Routes {
         let mut routes = heap::with_room(entries.len())?;
         for entry in entries {
             let known = match entry.type_ {
-                // This flag says that `devid` is valid. Other architectures use `devid`.
+                // The flag KVM_MSI_VALID_DEVID says that `devid` is valid. Only other architectures use `devid`.
                 KVM_IRQ_ROUTING_MSI => KVM_MSI_VALID_DEVID,
                 _ => 0,
             };

@@ -51,7 +51,7 @@ impl Symbols {
         if found.is_empty() {
             return Err("is neither an ELF file with symbols nor a System.map".to_owned());
         }
-        // If several symbols have the same address, one that has a size is kept.
+        // If several symbols have the same address, a symbol with a size is kept.
         found.sort_by_key(|(start, size, _)| (*start, std::cmp::Reverse(*size)));
         found.dedup_by_key(|(start, ..)| *start);
         let starts = found.iter().map(|(start, ..)| *start);

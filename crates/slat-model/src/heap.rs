@@ -26,8 +26,8 @@ thread_local! {
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what`. Of the allocations of this thread in `what`, the first `n` succeed, and the next one fails; if
-    /// `stay`, all later ones fail, too. Also returns whether an allocation has failed.
+    /// Runs `what`. Of the allocations of this thread in `what`, the first `n` succeed, and the next allocation fails.
+    /// If `stay`, all later allocations fail, too. Also returns whether an allocation has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
             left: n,
@@ -39,7 +39,7 @@ impl FailingHeap {
         (answer, plan.failed)
     }
 
-    /// Makes every allocation succeed from here until [`failing`](Self::failing) returns.
+    /// Makes every allocation succeed from now on until [`failing`](Self::failing) returns.
     pub fn recover() {
         PLAN.set(PLAN.get().map(|plan| Plan {
             left: u32::MAX,

@@ -57,9 +57,9 @@ pub trait Machine: 'static {
     /// Returns the number of pages of the memory.
     fn pages(&self) -> u64;
 
-    /// Returns the host page at page number `page` of the memory. `None`: nothing is mapped there (a hole). The
-    /// platform must resolve the page to this host page. Implement this method without the platform, for example from
-    /// the test's own records. No two pages have the same frame.
+    /// Returns the host page at page number `page` of the memory. `None`: nothing is mapped at this page number (a
+    /// hole). The platform must resolve the page to this host page. Implement this method without the platform, for
+    /// example from the test's own records. No two pages have the same frame.
     fn page(&self, page: u64) -> Option<HostPage>;
 
     /// Whether `page`, which is a hole now, will become present. For such a page the platform returns

@@ -180,7 +180,7 @@ fn run<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usi
     generate::<M, F>(config, setup, rng, steps, |_| ())
 }
 
-/// Returns the operations of a failing run up to the one that fails.
+/// Returns the operations of a failing run, up to the operation that fails.
 fn record<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
     let run = || generate::<M, F>(config, setup, rng, steps, |op| ops.push(op.clone()));

@@ -72,7 +72,7 @@ impl<P: Platform> Watched<P> {
         })
     }
 
-    /// Makes an allocation fail after `n` others have succeeded. If `stay`, all later ones fail, too.
+    /// Makes an allocation fail after `n` other allocations have succeeded. If `stay`, all later allocations fail, too.
     pub fn fail_allocation(&self, n: u64, stay: bool) {
         self.fail_on.store(stay, SeqCst);
         self.fail_in.store(n as i64, SeqCst);

@@ -37,8 +37,8 @@ impl Witness {
         }
     }
 
-    /// Forbids the old pages of `gone`, and of `gfns` all pages but the new ones. Call after the slot change that has
-    /// unmapped `gone` and mapped `gfns`.
+    /// Forbids the old pages of `gone`, and all pages of `gfns` except the new pages. Call after the slot change that
+    /// has unmapped `gone` and mapped `gfns`.
     pub fn settle(&self, gone: Range<u64>, gfns: Range<u64>) {
         for gfn in gone {
             self.now[gfn as usize].store(NONE, SeqCst);

@@ -47,7 +47,7 @@
 //! # Programs that do not call the C library's functions
 //! The kernel sends the system calls of such programs to slat: see `docs/dispatch.md`.
 
-// The executable of the unit tests does not export the C functions, so no code calls them there.
+// The executable of the unit tests does not export the C functions, so no code in this executable calls them.
 #![cfg_attr(test, allow(dead_code))]
 
 mod arch;

@@ -57,7 +57,7 @@ pub unsafe fn call_as_library(number: i64, arguments: [usize; 6]) -> isize {
 /// The kernel's errno.
 ///
 /// # Safety
-/// - With `MAP_FIXED`, nothing uses the memory that was mapped there.
+/// - With `MAP_FIXED`, nothing uses the memory that was mapped at `at` before.
 pub unsafe fn map_memory(
     at: usize,
     len: usize,

@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether slat's own threads enter the kernel at `exempted`, because a filter that applies to them allows all calls
-/// from there ([`exempt`]).
+/// from this address ([`exempt`]).
 static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 
 /// Makes slat's own threads enter the kernel at an instruction that no other thread uses. Returns the range of

@@ -14,7 +14,8 @@ pub(crate) const ANY_PAGE: usize = 1;
 pub(crate) struct Code {
     /// The numbers that say when decoded code must be checked again.
     pub(crate) clock: Clock,
-    /// This CPU as a member of the group of CPUs that share memory. Members tell each other of stores to code.
+    /// This CPU's membership in the group of CPUs that share memory. The CPUs of the group tell each other of stores to
+    /// code.
     pub(crate) member: Member,
     pub(crate) snapshots: Snapshots,
     pub(crate) once: Once,

@@ -204,7 +204,7 @@ impl Change<'_> {
     }
 
     /// Increases the version, and sets the slot of `host`: to the new version with `strikes` if `marked`, else to 0.
-    /// Sets [`CodePages::CHANGED`] for all running CPUs except the one with the seat `own`. Returns the new version.
+    /// Sets [`CodePages::CHANGED`] for all running CPUs except the CPU with the seat `own`. Returns the new version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {

@@ -32,8 +32,8 @@ pub(crate) struct Target {
     pub(crate) edition: u32,
 }
 
-/// A table of compiled code in which a region looks for its successor, to continue there directly. A set is a cache
-/// line with two targets, the newer one first. Every valid target is compiled code that a block still has: see
+/// A table of compiled code in which a region looks for its successor, to jump to the successor directly. A set is a
+/// cache line with two targets, the newer one first. Every valid target is compiled code that a block still has: see
 /// [`Compiled::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets(pub(crate) [[Target; 2]; SETS]);
@@ -65,7 +65,8 @@ pub(crate) struct Compiled {
     pub(crate) host_mxcsr: u32,
     /// A copy of the bytes of a load that crosses into another page.
     pub(crate) copy: [u8; 32],
-    /// Compiled code stores floating-point results here if nothing uses them. Nothing reads this field.
+    /// Compiled code stores floating-point results in this field if no instruction uses the results. No code reads the
+    /// field.
     pub(crate) unused: [u8; 16],
     /// The number of instructions that compiled code has executed so far, including those of this run.
     pub(crate) instructions: u64,

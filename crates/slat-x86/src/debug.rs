@@ -179,7 +179,7 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Lets the next run execute the instruction at RIP, even if a code probe is there.
+    /// Lets the next run execute the instruction at RIP, even if a code probe is at RIP.
     pub fn pass_probe(&mut self) {
         self.probes.passed = Some(self.linear_rip());
     }

@@ -157,13 +157,13 @@ impl Cpu {
                 (insn, decoded.end) = (cr8, DecoderError::None);
             }
             if decoded.end != DecoderError::None {
-                // The bytes of the page end here, or the instruction is invalid. The next block starts here and handles
-                // both cases.
+                // The page ends before the end of this instruction, or the instruction is invalid. The next block
+                // starts with this instruction and handles both cases.
                 break;
             }
             if insn.next_ip() > end {
-                // The instruction ends beyond the code segment's limit. The next block starts here and raises the
-                // fault.
+                // The instruction ends beyond the code segment's limit. The next block starts with this instruction and
+                // raises the fault.
                 break;
             }
             decoded.bytes = decoder.position();

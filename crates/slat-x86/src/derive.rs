@@ -88,7 +88,8 @@ impl Cpu {
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();
-        // A change of CR3 alone drops no translation here: as on a processor, the hypervisor has to ask for a flush.
+        // A change of CR3 alone makes this function drop no translation: as on a processor, the hypervisor has to ask
+        // for a flush.
         before[CR3] = self.paging_registers[CR3];
         let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();

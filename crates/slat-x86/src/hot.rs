@@ -248,8 +248,8 @@ impl Executor {
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
                 || self.compiles_at_once();
-            // Leave out a block that has a region: the new region will continue there. Without this rule, each block
-            // was compiled twice when a guest booted.
+            // Leave out a block that already has a region: the new region will continue in that region. Without this
+            // rule, each block was compiled twice when a guest booted.
             let is_known = tier == Tier::Baseline
                 && rip != block.key.rip
                 && found.entrance.is_some()

@@ -22,8 +22,8 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     fn of(v: u64) -> Self;
     /// Reads register `r`. For bytes, the numbers 16 to 19 are AH, CH, DH and BH.
     fn get(cpu: &impl Registers, r: u8) -> Self;
-    /// Writes register `r`. Writing 32 bits clears the upper half of the register; writing 8 or 16 bits leaves the rest
-    /// of the register unchanged.
+    /// Writes register `r`. Writing 32 bits clears the upper half of the register; writing 8 or 16 bits leaves the
+    /// other bits of the register unchanged.
     fn set(cpu: &mut impl Registers, r: u8, v: Self);
     /// Returns the sign bit.
     #[inline(always)]

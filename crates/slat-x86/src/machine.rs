@@ -135,8 +135,8 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// The access needs guest memory that is not there yet, and has had no effect. The CPU retries the access, and the
-    /// run does not end, as for [`Fault::Retry`].
+    /// The access needs guest memory that is not accessible yet, and has had no effect. The CPU retries the access, and
+    /// the run does not end, as for [`Fault::Retry`].
     Retry,
 }
 
@@ -236,8 +236,8 @@ pub trait Machine: Mmu {
     /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
     /// Executes VMCALL or VMMCALL of code at privilege level `cpl`. Registers have 64 bits in `long_mode` and 32
-    /// otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing else of
-    /// `state` changes.
+    /// otherwise. The arguments are in the registers of `state`, and the results are stored in these registers; nothing
+    /// else of `state` changes.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
     /// Called after the guest has written CR8, the task priority of its local APIC. (WRMSR to the APIC's task-priority
     /// register also changes CR8.)

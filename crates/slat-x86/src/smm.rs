@@ -100,7 +100,7 @@ mod at32 {
     pub const CR0: usize = 0x1fc;
 }
 
-/// Returns the rights of a segment as both maps store them. An unusable segment becomes one that is not present.
+/// Returns the rights of a segment as both maps store them. An unusable segment becomes a segment that is not present.
 fn saved_rights(segment: &Segment) -> u32 {
     let present = u32::from(segment.usable()) << 7;
     segment.rights & 0xf07f | present

@@ -101,7 +101,7 @@ impl Entry {
 
     /// Returns the host address of the page. Call only for an entry that has a tag for writes.
     fn host(&self) -> usize {
-        // The page's linear address is known from the tag for writes, which is not empty here.
+        // The page's linear address is known from the tag for writes. The tag is not empty when this is called.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
 }
@@ -193,7 +193,8 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the translation of the page of `lin` in the second level, if it has one that allows `access`.
+    /// Returns the translation of the page of `lin` in the second level. `None`: the second level has no translation of
+    /// the page that allows `access`.
     #[inline(always)]
     pub(crate) fn second(&self, table: usize, lin: u64, access: Access) -> Option<HostPage> {
         self.second.find((table / ENTRIES) as u64, lin, access)

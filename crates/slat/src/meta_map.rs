@@ -44,7 +44,7 @@ type Root = Node<Node<Node<Node<Leaf>>>>;
 #[cfg(loom)]
 type Root = Node<Node<Leaf>>;
 
-/// All frame numbers are below this limit. RISC-V has the largest ones, with 44 bits.
+/// All frame numbers are below this limit. RISC-V has the largest frame numbers, with 44 bits.
 const FRAMES: u64 = 1 << Root::BITS;
 
 impl Region for Leaf {

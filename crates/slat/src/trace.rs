@@ -78,7 +78,7 @@ pub enum Event {
     },
     /// `kvm_mmu_get_page`: a shadow page was made (`created`, counted as `mmu_cache_miss`) or found.
     GetPage {
-        /// The frame of the guest's table, or the first one that a direct page maps.
+        /// The frame of the guest's table; for a direct page, the first frame that the page maps.
         gfn: Gfn,
         /// The role of the page.
         role: PageRole,

@@ -172,9 +172,9 @@ struct Numbers {
     /// For each CPU, the tag of the guest that the CPU ran when the generation began, or, if it ran none, a tag of
     /// generation 0.
     reserved: Box<[u64]>,
-    /// No number below this one is free.
+    /// All numbers below `next` are in use.
     next: usize,
-    /// All numbers are below this one.
+    /// The end of the numbers that may be given: all numbers are below `end`.
     end: usize,
 }
 

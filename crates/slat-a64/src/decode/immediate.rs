@@ -76,7 +76,7 @@ pub(super) fn decode(word: u32) -> Option<Insn> {
                 lsb,
             })
         }
-        // UNDEFINED here: ADDG, SUBG, and the minima and maxima of FEAT_CSSC.
+        // ADDG, SUBG, and the minima and maxima of FEAT_CSSC, which this CPU does not have: UNDEFINED.
         _ => None,
     }
 }

@@ -75,7 +75,7 @@ fn register_access(word: u32) -> Option<Insn> {
         return match field(word, 11, 10) {
             0b00 if !flag(word, 26) => atomic(word),
             0b10 => indexed(word),
-            // UNDEFINED here: loads with pointer authentication.
+            // Loads with pointer authentication, which this CPU does not have: UNDEFINED.
             _ => None,
         };
     }

@@ -166,7 +166,8 @@ fn select(word: u32) -> Option<Insn> {
 
 fn one_source(word: u32) -> Option<Insn> {
     let width = Width::of(flag(word, 31));
-    // A second opcode (bits 20 to 16) other than 0 is for pointer authentication, which is UNDEFINED here.
+    // A second opcode (bits 20 to 16) other than 0 is for pointer authentication, which this CPU does not have:
+    // UNDEFINED.
     if flag(word, 29) || field(word, 20, 16) != 0 {
         return None;
     }

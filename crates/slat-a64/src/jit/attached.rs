@@ -21,9 +21,10 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::vec::Vec;
 
-/// `WARM`: how often the interpreter comes to an address before the processor asks the compiler for code.
-/// `ASKED_AGAIN`: how often the interpreter comes there before the processor asks again for the result. With `WARM` at
-/// 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU time, all of it Cranelift's.
+/// `WARM`: the number of times that the interpreter comes to an address before the processor asks the compiler for
+/// code. `ASKED_AGAIN`: the number of times that the interpreter comes to the address before the processor asks again
+/// whether the code is ready. With `WARM` at 256 instead of 1024, a boot of Debian's kernel took a quarter more CPU
+/// time, all of it Cranelift's.
 const WARM: u32 = 1024;
 const ASKED_AGAIN: u32 = 128;
 
@@ -202,8 +203,8 @@ impl Compiled {
         self.look_up(state, context, caches, below)
     }
 
-    /// Looks for a compiled region at the program counter. Counts if there is none, and asks the compiler for it if the
-    /// interpreter has come here often.
+    /// Looks for a compiled region at the program counter. If there is none, counts that the interpreter has come to
+    /// this address, and asks the compiler for a region if the count is high enough.
     fn look_up<H: Hypervisor>(
         &mut self,
         state: &State,
@@ -214,8 +215,8 @@ impl Compiled {
         let pc = state.pc;
         let generation = self.client.as_ref()?.compiler.generation();
         if generation != self.generation || self.regions.len() > REGIONS {
-            // Drop all regions: the compiler's memory was full, or this processor has so many that most must be of code
-            // that no longer runs.
+            // Drop all regions: the compiler's memory was full, or this processor has so many regions that most of them
+            // must be of code that no longer runs.
             self.generation = generation;
             self.regions.clear();
             self.targets.fill(Target::NONE);

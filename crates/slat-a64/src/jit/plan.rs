@@ -79,7 +79,7 @@ impl Block {
 }
 
 /// Chooses the checkpoints of a block: the steps before which compiled code writes the guest's registers to the state,
-/// so that the interpreter can continue from there ([`Step::is_checkpoint`]).
+/// so that the interpreter can continue at the step ([`Step::is_checkpoint`]).
 fn set_checkpoints(steps: &mut [Step]) {
     let mut has_checkpoint = false;
     for step in steps {

@@ -21,7 +21,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::mem::offset_of;
 use std::vec::Vec;
 
-/// A region's return value: the program counter is set, and execution may continue there in compiled code.
+/// A region's return value: the program counter is set, and the processor may continue at this address in compiled
+/// code.
 pub(super) const CONTINUE: u64 = 0;
 /// A region's return value: the interpreter must execute the instruction at the program counter.
 pub(super) const INTERPRET: u64 = 1;
@@ -104,7 +105,7 @@ impl<'a> Translator<'a> {
 
     /// Emits the code of a block.
     fn block(&mut self, start: u64, steps: &[Step], dirty: u64) {
-        // Instructions that the interpreter executes are not counted here: the interpreter counts them.
+        // Compiled code does not count instructions that the interpreter executes, because the interpreter counts them.
         let is_compiled = |step: &&Step| step.flow != Flow::Interpret;
         let count = steps.iter().filter(is_compiled).count() as i64;
         self.v.b.switch_to_block(self.heads[&start]);

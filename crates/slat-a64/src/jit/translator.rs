@@ -41,7 +41,7 @@ pub(super) struct Kept(Box<Function>);
 pub(super) struct Now {
     /// The address of the instruction.
     pub(super) pc: u64,
-    /// The number of counted instructions from this one to the end of the block.
+    /// The number of counted instructions from the current instruction to the end of the block.
     pub(super) rest: i64,
     /// The registers whose current values are not in the state: one bit for each.
     pub(super) dirty: u64,

@@ -49,7 +49,7 @@ pub(super) enum Flow {
     Jump(u64),
     JumpIf(u64),
     Indirect,
-    /// Compiled code ends here: the interpreter executes the instruction.
+    /// Compiled code ends before the instruction, and the interpreter executes the instruction.
     Interpret,
 }
 

@@ -155,7 +155,7 @@ impl<'a> Values<'a> {
         (dfg.value_type(low) == I32 && dfg.value_type(whole) == I64).then_some(whole)
     }
 
-    /// Emits a division, rounding towards zero. The quotient of a division by 0 is 0; one that overflows wraps.
+    /// Emits a division, rounding towards zero. The quotient of a division by 0 is 0. A quotient that overflows wraps.
     pub(super) fn divide(&mut self, a: Value, b: Value, is_signed: bool) -> Value {
         let (zero, one) = (self.constant(0), self.constant(1));
         let is_zero = self.b.ins().icmp(IntCC::Equal, b, zero);

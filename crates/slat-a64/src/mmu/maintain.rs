@@ -20,7 +20,8 @@ const PAR_ATTR_SHIFT: u32 = 56;
 const PAR_ADDRESS: u64 = 0x0000_ffff_ffff_f000;
 
 impl<H: Hypervisor> Mmu<'_, H> {
-    /// Checks that the guest may maintain caches at an address. For IC IVAU, drops the decoded code there, too.
+    /// Checks that the guest may maintain caches at an address. For IC IVAU, also drops the decoded code of this
+    /// address.
     ///
     /// At EL1, the address must be mapped, without a needed right; at EL0 it must be readable. DC IVAC needs the right
     /// to write.

@@ -41,7 +41,7 @@ pub(crate) enum Rounding {
     Up,
     Down,
     Zero,
-    /// Round to the nearest number; of two that are equally near, to the one farther from zero.
+    /// Round to the nearest number. If two numbers are equally near, round to the number farther from zero.
     Away,
     /// Round to odd: an inexact result gets an odd lowest bit.
     Odd,

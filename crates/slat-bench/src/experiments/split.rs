@@ -240,7 +240,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
-            // This buffer is as large as the memslot's tables. Filling it here makes it resident.
+            // This buffer is as large as the memslot's tables. Filling it before the measurement makes it resident.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, variants, |_, walk| {

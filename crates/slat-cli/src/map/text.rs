@@ -9,7 +9,7 @@ use crate::processes::Question;
 /// A live VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// The number of VMs that the process had created before this one.
+    /// The number of VMs that the process had created before this VM.
     pub number: u64,
     /// The format of the VM's tables.
     pub format: String,

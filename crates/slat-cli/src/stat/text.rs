@@ -88,7 +88,7 @@ impl Times {
 /// A live VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// The number of VMs that the process had created before this one.
+    /// The number of VMs that the process had created before this VM.
     pub number: u64,
     /// The counters of the memory system.
     pub memory: Counters,

@@ -71,7 +71,7 @@ pub struct Summary {
     pub dropped: u64,
     /// The vCPUs that ran: the number of the VM and the vCPU's id.
     pub vcpus: HashSet<(u16, u32)>,
-    /// The number of all records of each recorded tracepoint, including overwritten ones.
+    /// For each recorded tracepoint, its name and the number of its records, including records that were overwritten.
     pub counts: Vec<(String, u64)>,
     /// Exits by reason.
     pub exits: BTreeMap<String, Exits>,

@@ -376,8 +376,8 @@ impl Device {
     /// Returns the GIC, and the vCPU that an attribute names.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: there is no such vCPU. [`Error::Busy`]: a GICv3 is not initialized. A GICv2 is initialized
-    /// here.
+    /// [`Error::Invalid`]: there is no such vCPU. [`Error::Busy`]: a GICv3 is not initialized. This function
+    /// initializes a GICv2 that is not initialized.
     fn target<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,

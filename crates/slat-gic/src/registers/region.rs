@@ -5,7 +5,7 @@
 pub(crate) enum Register {
     /// Reads as zero and ignores writes.
     Zero,
-    /// Reads as ones and ignores writes.
+    /// Reads as all ones, and ignores writes.
     Ones,
     /// GICD_CTLR, GICD_TYPER, GICD_IIDR, GICD_TYPER2.
     Distributor,

@@ -52,7 +52,7 @@ impl DeviceFd {
     /// `EPERM` for VFIO: no attribute can be read. KVM's errors for interrupt controllers.
     ///
     /// # Safety
-    /// `device_attr.addr` is the address of memory of this process. The call may write the attribute's value there.
+    /// `device_attr.addr` is the address of memory of this process, to which the call may write the attribute's value.
     pub unsafe fn get_device_attr(&self, device_attr: &mut kvm_device_attr) -> Result<()> {
         match &self.0 {
             Device::Ours(device, _) => device.get_attribute(device_attr),

@@ -130,8 +130,8 @@ impl<T> Port<T> {
         }
     }
 
-    /// Calls `work` with the vCPU, if the vCPU's thread waits in this port. `Err`: the thread does not wait here;
-    /// returns `work` unused.
+    /// Calls `work` with the vCPU, if the vCPU's thread waits in this port. Returns `Err` with the unused `work` if the
+    /// thread does not wait in this port.
     pub(crate) fn with_lent<R, W: FnOnce(&mut T) -> R>(&self, work: W) -> Result<R, W> {
         let state = self.state();
         match state.lent {

@@ -89,7 +89,7 @@ impl VmObject {
         };
         change(new)?;
         set().inspect_err(|_| {
-            // This undoes the change: restores the old bitmap, or removes the new one. That needs no memory, so it
+            // Undo the change: restore the old bitmap, or remove the new bitmap. Neither needs memory, so the call
             // cannot fail.
             let _no_error = change(old);
         })

@@ -264,7 +264,7 @@ struct Tables<'a> {
     cpu: usize,
     /// The number of levels.
     top: usize,
-    /// The lowest level at which an entry is cached, and the values of the cached entries from there up.
+    /// The lowest level at which an entry is cached, and the values of the cached entries from this level up.
     known: Option<(u32, Values)>,
     /// Whether the walk may set flags.
     marks: bool,

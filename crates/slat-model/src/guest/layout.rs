@@ -139,8 +139,7 @@ pub(super) const SPACES: u64 = 6;
 /// The number of virtual addresses in use at one time.
 pub(super) const ADDRESSES: usize = 14;
 
-/// Returns the region of a slot at its usual address, whose first host page is the one at `offset` in the slot's host
-/// memory.
+/// Returns the region of a slot at its usual address, whose first host page is at `offset` in the slot's host memory.
 pub(super) fn region(slot: usize, offset: u64) -> Region {
     let before: u64 = SLOTS[..slot].iter().map(|home| 2 * home.pages).sum();
     let home = &SLOTS[slot];

@@ -56,8 +56,8 @@ pub(super) struct Change {
     pub new: u64,
 }
 
-/// The contents of host memory. The MMU under test reads guest page-table entries here, and sets their accessed and
-/// dirty flags. It must not write anything else.
+/// The contents of host memory. The MMU under test reads guest page-table entries from this memory, and sets their
+/// accessed and dirty flags. It must not write anything else.
 ///
 /// If a page gets a new frame ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)), the new frame has the same
 /// contents.

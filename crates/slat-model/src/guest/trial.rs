@@ -180,7 +180,7 @@ impl GuestSubject {
         runner.tally()
     }
 
-    /// Returns the operations of a failing run up to the one that fails.
+    /// Returns the operations of a failing run, up to the operation that fails.
     fn record(&self, seed: u64, accesses: u64) -> Vec<GuestOp> {
         let mut ops = Vec::new();
         panics(|| drop(self.generate(seed, accesses, |op| ops.push(op.clone()))));

@@ -536,7 +536,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Checks that an eager split of `gfns` has left no huge leaf there.
+    /// Checks that no huge leaf maps a part of `gfns` after an eager split of `gfns`.
     pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
         let Some(i) = (0..VCPUS).find(|i| self.cpus[*i].space == space) else {
             return;

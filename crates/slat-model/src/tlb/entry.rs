@@ -126,7 +126,7 @@ impl Value {
 pub(super) struct Ghost {
     pub(super) place: Place,
     pub(super) value: Value,
-    /// The number of ghosts that were made before this one.
+    /// The number of ghosts that were made before this ghost.
     pub(super) number: u64,
 }
 

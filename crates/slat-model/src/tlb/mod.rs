@@ -249,7 +249,8 @@ impl Tlb {
         .flatten()
     }
 
-    /// Returns the texts of the conflicts since the last call. If there were many, returns only the first ones.
+    /// Returns the texts of the conflicts since the last call. If there were many conflicts, returns only the first of
+    /// them.
     pub fn findings(&self) -> Vec<String> {
         core::mem::take(&mut self.inner.lock().findings)
     }

@@ -116,7 +116,7 @@ impl Header {
     /// Returns header `index` of the ELF file that is mapped at `file`.
     ///
     /// # Safety
-    /// - The file is mapped there, and has such a header.
+    /// - The ELF file is mapped at `file`, and has a header `index`.
     unsafe fn of(file: usize, index: usize) -> Self {
         // SAFETY: the file is mapped and has the header, as this function's contract requires. The field `e_phoff` is
         // at offset 32.

@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_char};
 pub enum Reach {
     /// LD_PRELOAD names this library.
     Preloaded,
-    /// This library loads the program.
+    /// The kernel executes this library, which then loads the program.
     Loaded,
     /// slat does not reach the program: the file is a 32-bit program, gains rights (setuid), or is no program at all.
     /// slat then leaves the environment unchanged.

@@ -10,9 +10,9 @@ pub enum Values {
     Any,
     /// Values without any bits other than these are valid.
     Bits(u64),
-    /// Values up to this one are valid.
+    /// Values up to this value are valid.
     UpTo(u64),
-    /// Values from this one on are valid.
+    /// Values from this value on are valid.
     From(u64),
     /// The values in the first list are valid. The values in the second list are invalid.
     Listed(&'static [u64], &'static [u64]),
@@ -72,7 +72,7 @@ pub enum Argument {
     Number,
     /// The struct that another request reads. Here are the number of that request, and the struct's size in bytes.
     Read(u32, usize),
-    /// This number of zero bytes.
+    /// A string of this number of zero bytes.
     Zeros(usize),
     /// A table with one entry, which sets this MSR. The field is the MSR's value.
     Msr(u32),

@@ -237,7 +237,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: 
         ];
         msrs.retain(|entry| may_tell_time || entry.index != CLOCK);
         let msrs = Msrs::from_entries(&msrs).expect("a few entries");
-        // If an MSR's value is a non-canonical address, KVM refuses it and stops there.
+        // If an MSR's value is a non-canonical address, KVM refuses the value, and sets none of the MSRs after it.
         vcpu.set_msrs(&msrs).expect("MSRs can be set");
     }
     if rng.one_in(4) {

@@ -236,7 +236,7 @@ impl Ram {
         }
     }
 
-    /// Records that `range` may be written. Call before the guest or another thread may write there.
+    /// Records that `range` may be written. Call before the guest or another thread may write to `range`.
     pub fn give(&self, range: Range<u64>) {
         let page = |address: u64| {
             (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES)
@@ -251,7 +251,7 @@ impl Ram {
     pub fn write(&self, page: usize, bytes: &[u8]) {
         let range = self.pages(page, 1);
         self.give(range.start as u64..range.end as u64);
-        // This may fail, because a lane may have unmapped the page.
+        // The write may fail, because a lane may have unmapped the page.
         let _ = slat_kvm::user::write_slice(range.start as u64, bytes);
     }
 

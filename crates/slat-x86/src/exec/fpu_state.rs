@@ -14,7 +14,7 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
 }
 
 /// The `aux` of FXSAVE and FXRSTOR without REX.W. Their x87 pointers have 32 bits. The fields for selectors are not
-/// written, because new processors no longer store selectors there.
+/// written, because new processors no longer store selectors in these fields.
 const POINTERS_32: u8 = 1;
 
 /// The offset of the XMM registers in the FXSAVE area.

@@ -79,8 +79,8 @@ impl Cpu {
     }
 
     /// For POPF and IRET of operand size `size` in virtual-8086 mode: returns a mask of the flags that they load from
-    /// the popped `image`, and the values of these flags. Raises #GP(0) if the image enables virtual interrupts while
-    /// one is pending, or sets TF as well.
+    /// the popped `image`, and the values of these flags. Raises #GP(0) if the image enables virtual interrupts while a
+    /// virtual interrupt is pending, or if the image sets TF.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,

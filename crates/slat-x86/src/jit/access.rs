@@ -153,7 +153,7 @@ impl Translator<'_> {
             let ty = TYPES[usize::from(size)];
             return self.b.ins().load(ty, flags, host, offset);
         }
-        // Extend the value here: the host's load does that at no cost.
+        // Extend the value together with the load: the host's load instruction extends at no cost.
         let value = match size {
             0 => self.b.ins().uload8(I64, flags, host, offset),
             1 => self.b.ins().uload16(I64, flags, host, offset),

@@ -113,7 +113,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes the current flags to the CPU's record, unless they are there.
+    /// Writes the current flags to the CPU's record, unless the record already has them.
     pub(super) fn record_flags(&mut self) {
         if !std::mem::replace(&mut self.now.are_flags_recorded, true) {
             self.record(self.now.flags);

@@ -29,8 +29,8 @@ pub(super) fn begins(block: usize) -> SourceLoc {
     SourceLoc::new(BEGINS | block as u32)
 }
 
-/// For each of `blocks` blocks, returns the offset at which Cranelift's function can be entered at this block. `None`:
-/// it cannot be entered there.
+/// For each of `blocks` blocks, returns the offset in the function's code at which the function can be entered at this
+/// block. `None`: the function cannot be entered at this block.
 ///
 /// # Errors
 /// [`Refused::Unable`] if the function needs a larger frame than [`FRAME`].

@@ -151,8 +151,8 @@ unsafe extern "C" fn stop() {
     )
 }
 
-/// Finds the host address of an access. Looks in the TLB first, because compiled code may not have looked there, and
-/// then calls `find`. Leaves the access to the interpreter if it ends beyond 4 GiB outside 64-bit mode, or fails. (The
+/// Finds the host address of an access. Looks in the TLB first, because compiled code may not have done so, and then
+/// calls `find`. Leaves the access to the interpreter if it ends beyond 4 GiB outside 64-bit mode, or fails. (The
 /// interpreter repeats an access that fails, and raises its fault.)
 fn access(
     cpu: &mut Cpu,

@@ -66,7 +66,8 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// Translates RET. If it returns to the instruction after a CALL of the path, the path continues there.
+    /// Translates RET. If RET returns to the instruction after a CALL of the path, the path continues with that
+    /// instruction.
     fn ret(&mut self, op: &Op) {
         let bytes = 1 << op.size;
         let rsp = self.stack_at(0, bytes);

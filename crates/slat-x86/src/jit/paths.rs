@@ -33,8 +33,9 @@ pub(super) struct Node {
     pub(super) step: usize,
     /// Whether the path leads from this node back to its beginning, directly or through further nodes.
     pub(super) turns: bool,
-    /// The first node of the path. The next field is the node before this one in the path.
+    /// The first node of the path.
     root: usize,
+    /// The node before this node in the path.
     parent: Option<usize>,
     /// The number of the path's instructions before this node.
     before: usize,

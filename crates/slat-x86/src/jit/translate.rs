@@ -96,7 +96,7 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
     signature
 }
 
-/// The translator's position in a path, and what is known of the state there.
+/// The translator's position in a path, and what is known of the CPU's state at this position.
 #[derive(Clone)]
 pub(super) struct Now {
     pub(super) node: usize,
@@ -120,7 +120,7 @@ pub(super) struct Now {
     pub(super) flags: Flags,
     /// Whether `flags` are in the CPU's record.
     pub(super) are_flags_recorded: bool,
-    /// Whether the host's MXCSR certainly has the guest's value here.
+    /// Whether the host's MXCSR certainly has the guest's value at this position.
     pub(super) has_floats: bool,
     pub(super) last_access: Option<LastAccess>,
     /// The address of the code's page, if the path has computed it.
@@ -287,7 +287,7 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Makes guarded accesses from here on stop at the current checkpoint if they fail.
+    /// Makes guarded accesses that are emitted from now on stop at the current checkpoint if they fail.
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
@@ -491,7 +491,7 @@ impl<'a> Translator<'a> {
         self.stop_for_interpreter();
     }
 
-    /// Emits code that stops the region at the checkpoint, so that the interpreter continues there.
+    /// Emits code that stops the region, so that the interpreter continues at the checkpoint.
     pub(super) fn stop_for_interpreter(&mut self) {
         let status = self.constant(Status::Interpret as i64);
         self.stop_with(status);

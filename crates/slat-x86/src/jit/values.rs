@@ -44,7 +44,7 @@ impl Translator<'_> {
         }
         let inst = dfg.value_def(value).inst();
         match inst.map(|inst| dfg.insts[inst]) {
-            // Extend a constant here; otherwise Cranelift would load the extended constant from memory.
+            // Extend a constant at compile time; otherwise Cranelift would load the extended constant from memory.
             Some(InstructionData::UnaryImm {
                 opcode: Opcode::Iconst,
                 imm,

@@ -191,7 +191,7 @@ impl Cpu {
     }
 
     /// Translates a canonical address for an access that uses TLB table `table`. Takes the translation from the TLB's
-    /// second level if it is there, else from the machine.
+    /// second level, or, if the second level does not have it, from the machine.
     #[inline(always)]
     pub(crate) fn translate(
         &mut self,

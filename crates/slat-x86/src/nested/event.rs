@@ -25,7 +25,7 @@ pub enum EventKind {
 pub struct Event(pub(crate) u64);
 
 impl Event {
-    /// Makes an event in this format from one that the CPU is about to deliver.
+    /// Makes an event in this format from an event that the CPU is about to deliver.
     pub(crate) fn new(vector: u8, error: Option<u32>, source: Source) -> Self {
         let kind = match source {
             Source::Interrupt => 0,

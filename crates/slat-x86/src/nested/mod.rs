@@ -292,7 +292,7 @@ impl Svm {
         self.guest && self.has(virtual_interrupt::NMI_ENABLE)
     }
 
-    /// Whether the event that is being delivered is an NMI that was pending, not one that VMRUN has injected.
+    /// Whether the event that is being delivered is an NMI that was pending, not an NMI that VMRUN has injected.
     pub(crate) fn delivers_nmi(&self) -> bool {
         let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
         self.injected.is_none() && self.delivering.is_some_and(is_nmi)

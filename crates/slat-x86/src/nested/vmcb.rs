@@ -246,7 +246,7 @@ pub(crate) struct VmExit {
 pub(crate) struct Save(pub(crate) [u8; SAVE_BYTES]);
 
 /// Returns the access rights of a segment in the format of a VMCB: 12 bits of the descriptor. An unusable segment
-/// becomes one that is not present.
+/// becomes a segment that is not present.
 fn attributes(segment: &Segment) -> u16 {
     let present = u32::from(segment.usable()) << 7;
     (segment.rights & 0x7f | present | segment.rights >> 4 & 0xf00) as u16

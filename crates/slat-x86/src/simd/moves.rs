@@ -75,7 +75,7 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Copies the low element, and clears the rest of the destination.
+/// Copies the low element, and clears all other elements of the destination.
 pub(super) fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64)
         .zx()

@@ -127,8 +127,8 @@ impl Stlb {
         USED | (lin >> 12 & PAGES) << PAGE_SHIFT | table << TABLE_SHIFT
     }
 
-    /// Returns the translation of the page of `lin` for accesses that use `table`, if the STLB has one that allows
-    /// `access`.
+    /// Returns the translation of the page of `lin` for accesses that use `table`. `None`: the STLB has no such
+    /// translation that allows `access`.
     #[inline(always)]
     pub(super) fn find(&self, table: u64, lin: u64, access: Access) -> Option<HostPage> {
         let place = Self::place(table, lin);
@@ -175,8 +175,8 @@ impl Stlb {
         let set = &mut self.sets[Self::index(lin >> 12, table)].0;
         let known = set.iter_mut().find(|entry| entry.key == key);
         if let Some(entry) = known {
-            // The page has an entry already, from another kind of access (fetch or data). If the host page is the same,
-            // the new entry has the rights of both.
+            // The page has an entry already, from another kind of access (fetch or data). If both entries have the same
+            // host page, the new entry gets the rights of both.
             let same = (entry.value ^ value) & !0xfff == 0;
             entry.value = value | right(same, entry.value & EXECUTE);
             return;

@@ -201,7 +201,8 @@ impl Bench {
     }
 }
 
-/// Returns the operation of an instruction with its quick handler and its reference handler. `None`: they are the same.
+/// Returns the operation of an instruction with its quick handler and its reference handler. `None`: both handlers are
+/// the same.
 fn both(code: &[u8]) -> Option<(Op, Handler, Handler)> {
     let insn = Decoder::with_ip(64, code, 0x1000, DecoderOptions::NONE).decode();
     if insn.is_invalid() {

@@ -124,8 +124,8 @@ impl Region {
         Region { private, ..self }
     }
 
-    /// Returns this region with at most the rights `rights`: with `Rights::READ`, the guest may neither write nor
-    /// execute there.
+    /// Returns this region with at most the rights `rights`: with `Rights::READ`, the guest may neither write to the
+    /// memory nor execute it.
     #[must_use]
     pub fn with_rights(self, rights: Rights) -> Self {
         Region { rights, ..self }

@@ -101,7 +101,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // Count this conversion before releasing the locks: a later conversion that finds nothing to change must notice
         // that this one is still in progress.
         let _converting = self.in_progress.converts();
-        // Slots may change again from here on: faults now install leaves with the new attributes.
+        // Other threads may change slots again from now on, because faults now install leaves with the new attributes.
         drop(changes);
         for space in &self.spaces {
             let mut op = RangeOp::on(self, space, gfns);

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// long.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
-/// The number of steps of the histogram. Each time below `STEPS` ns has its own step. From there, each doubling of the
+/// The number of steps of the histogram. Each time below `STEPS` ns has its own step. Above that, each doubling of the
 /// time, up to 2^64 ns, has `STEPS` steps.
 const LEN: usize = ((u64::BITS - STEP_BITS + 1) as u64 * STEPS) as usize;
 

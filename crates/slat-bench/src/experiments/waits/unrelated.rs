@@ -11,8 +11,8 @@ use crate::Failure;
 use crate::bare::{self, Bare, PAGE};
 use crate::rounds::thread_time;
 
-/// A small memslot. It is so far from the large memslot and from other small ones that only the root table is common to
-/// them.
+/// A small memslot. Its address is so far from the large memslot and from the other small memslots that they have only
+/// the root table in common.
 const SMALL: Place = Place::at(1, 1 << 40);
 const COMES_AND_GOES: Place = Place::at(2, 2 << 40);
 const PAGES: u64 = 16;

@@ -67,7 +67,7 @@ pub(crate) struct Chips {
     /// The model of the GIC, once the client has created it.
     model: OnceLock<Model>,
     is_initialised: AtomicBool,
-    /// Whether the GIC's MMIO frames are on the VM's bus: the first vCPU that runs puts them there.
+    /// Whether the GIC's MMIO frames were added to the VM's MMIO bus. The first vCPU that runs adds them.
     is_ready: AtomicBool,
     /// The lock that is held while the GIC's MMIO frames are put on the bus.
     setup: Mutex<()>,
@@ -311,7 +311,7 @@ impl Chips {
         })
     }
 
-    /// Puts the GIC's MMIO frames on the bus by `work`, unless another vCPU has already put them there.
+    /// Adds the GIC's MMIO frames to the VM's MMIO bus by calling `work`, unless another vCPU has already added them.
     ///
     /// # Errors
     /// The errors of `work`.

@@ -394,7 +394,8 @@ impl Inner {
         }
     }
 
-    /// Does nothing: EL1 takes an exception that the client requests at once, so none is left to begin here.
+    /// Does nothing: on arm64, EL1 takes an exception at the moment at which the client requests it, so no exception is
+    /// left for the run loop to begin.
     pub(crate) fn begin_requested(&mut self) {}
 
     /// Does nothing. Called before guest code runs.

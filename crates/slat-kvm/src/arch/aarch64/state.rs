@@ -222,7 +222,7 @@ pub(crate) enum Power {
 pub(crate) struct VcpuShared {
     /// MPIDR_EL1.
     mpidr: AtomicU64,
-    /// The number of vCPUs that were created before this one: its index in the GIC.
+    /// The number of vCPUs that were created before this vCPU. It is the vCPU's index in the GIC.
     pub(crate) index: usize,
     /// Whether the vCPU has begun to run.
     has_run: AtomicBool,

@@ -75,8 +75,8 @@ impl Tables {
         self.change_unlogged(|unlogged| unlogged.insert(gpa));
     }
 
-    /// Returns the host address of a guest-physical address, and the number of bytes from there to the end of the
-    /// memslot. `None`: there is no memslot, or a write is to a read-only memslot.
+    /// Returns the host address of a guest-physical address, and the number of bytes from this address to the end of
+    /// the memslot. `None`: there is no memslot, or a write is to a read-only memslot.
     fn place(&self, gpa: u64, write: bool) -> Option<(*mut u8, u64)> {
         let slot = self.vm.memslot_from(0, gfn(gpa))?;
         let offset = gpa.checked_sub(slot.gpa.0)?;

@@ -20,7 +20,7 @@ pub(crate) enum Device {
 pub(crate) const SPEAKER: u64 = 0x61;
 
 /// The devices of `KVM_CREATE_IRQCHIP`. The addresses are fixed. As in KVM, if `KVM_SET_IRQCHIP` gives the I/O APIC
-/// another address, the guest cannot reach it there.
+/// another address, the guest cannot reach the I/O APIC at the new address.
 pub(crate) const PC: [(Range, Device); 4] = [
     (Range::new(Space::Ports, 0x20, 2), Device::Pics),
     (Range::new(Space::Ports, 0xa0, 2), Device::Pics),

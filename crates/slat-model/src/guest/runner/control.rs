@@ -111,7 +111,8 @@ impl Runner {
         }
         self.tally.count(name);
         if control == Control::NoExecute {
-            // As software must do here, the guest flushes everything, by changing CR4.PGE twice.
+            // After a change of EFER.NXE, software must flush all translations. The guest does so by changing CR4.PGE
+            // twice.
             for _ in 0..2 {
                 new = *self.registers(cpu);
                 new.cr4 ^= CR4_PGE;

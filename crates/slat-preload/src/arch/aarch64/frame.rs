@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(frames[1].records[67] as usize, end);
     }
 
-    /// Tests the handler with a signal like the one that the kernel sends for a dispatched call.
+    /// Tests the handler with a signal like the signal that the kernel sends for a dispatched call.
     mod handler {
         use super::super::*;
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -444,7 +444,7 @@ mod tests {
         let low = memory.as_mut_ptr() as usize;
         stack::set(low, low + memory.len());
         assert_eq!(results(RESULT as u64), (1, 0));
-        // The alternate stack is the one on which this function runs.
+        // The alternate stack is the stack on which this function runs.
         let here = &raw const memory as usize;
         let mut alternate = libc::stack_t {
             ss_sp: (here - (64 << 10)) as *mut _,

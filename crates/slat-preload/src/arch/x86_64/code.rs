@@ -42,8 +42,9 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. Decoding that begins at a wrong byte finds the real instructions after a few
-/// wrong ones. So this function decodes from each of the preceding bytes in turn, and the majority of results decides.
+/// Whether an instruction begins at `at`. Decoding that begins at a wrong byte finds a few wrong instructions, and then
+/// the real instructions. So this function decodes from each of the preceding bytes in turn, and the majority of
+/// results decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
     let first = at.saturating_sub(BEFORE);

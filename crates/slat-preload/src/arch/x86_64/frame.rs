@@ -240,8 +240,8 @@ pub unsafe extern "C" fn pass_through_gate() {
         "mov [rdx + {rip}], rcx",
         "mov [rdx + {rsp}], r10",
         "ret",
-        // The gate returns here. The registers are as the call has left them. RCX is free, because every system call
-        // changes it.
+        // The gate (the instruction that enters the kernel) returns to this label. The registers are as the call has
+        // left them. RCX is free, because every system call changes it.
         "3:",
         "mov rcx, [rsp]",
         "mov rsp, [rsp + 8]",

@@ -135,7 +135,7 @@ impl Generator<'_> {
         self.places.unlock();
     }
 
-    /// Whether a value is used in other blocks than the one that computes it.
+    /// Whether a value is used in another block than the block that computes it.
     pub(super) fn is_long(&self, value: Value) -> bool {
         let known = &self.places.values[value.index()];
         known.made != known.last

@@ -28,7 +28,7 @@ const LARGE: u64 = 2 << 20;
 /// The flags of nested entries: they map pages that a user may access, and that were accessed and written.
 const FLAGS: u64 = PRESENT_WRITABLE | 1 << 2 | 1 << 5 | 1 << 6;
 
-/// The exit codes of SVM that are used here.
+/// The exit codes of SVM that this hypervisor uses.
 const HLT: u64 = 0x78;
 const SHUTDOWN: u64 = 0x7f;
 const VMRUN: u64 = 0x80;

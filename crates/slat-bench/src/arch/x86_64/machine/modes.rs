@@ -114,7 +114,7 @@ std::arch::global_asm!(
     "slat_bench_far long, 1f, 0x28",
     ".code16",
     "1:",
-    // The segments loaded here have the limits of real mode.
+    // The following instructions load segments with the limits of real mode.
     "mov ax, 0x30",
     "mov ds, ax",
     "mov es, ax",

@@ -85,8 +85,8 @@ pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> 
     })
 }
 
-/// Returns the values of X0 to X3: the result, and `bits` random bits. Each of X1 to X3 has `width` of them, and X3 has
-/// the lowest ones.
+/// Returns the values of X0 to X3: the result, and `bits` random bits. Each of X1 to X3 has `width` of the bits, and X3
+/// has the lowest bits.
 fn random(bits: u64, width: u32) -> [u64; 4] {
     let bits = bits as u32;
     if bits > 3 * width {

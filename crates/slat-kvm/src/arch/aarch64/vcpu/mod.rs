@@ -260,7 +260,7 @@ impl Inner {
     /// Does nothing on arm64: a new vCPU waits for `KVM_ARM_VCPU_INIT`. Call when the vCPU exists.
     pub(crate) fn begin_life(&mut self) {}
 
-    /// Resets the vCPU. It begins to execute at `start`, if another vCPU has started it there.
+    /// Resets the vCPU. If another vCPU has started this vCPU (PSCI CPU_ON), it begins to execute at `start`.
     pub(crate) fn reset(&mut self, start: Option<Start>) {
         self.cpu.reset();
         self.machine.reset();

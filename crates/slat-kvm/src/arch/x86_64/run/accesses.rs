@@ -10,8 +10,8 @@ use slat_irqchip::lapic::Effect;
 use slat_x86::PORT_BYTES;
 
 impl VcpuObject {
-    /// Carries out an access to the local APIC's page. If the APIC's registers are not mapped there, a quirk of KVM
-    /// makes the page read as all ones. For any other address, does nothing and returns `false`.
+    /// Carries out an access to the local APIC's page. If the APIC's registers are not mapped in this page now, a quirk
+    /// of KVM makes the page read as all ones. For any other address, does nothing and returns `false`.
     pub(crate) fn apic_access(
         &self,
         inner: &mut Inner,

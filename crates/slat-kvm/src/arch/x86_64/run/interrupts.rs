@@ -26,8 +26,8 @@ impl VcpuObject {
             if inner.arch.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
-            // AP_RESET_HOLD is for encrypted guests, which do not exist here. If a client sets this state, it is
-            // treated as a halt.
+            // AP_RESET_HOLD is for encrypted guests, which slat does not have. If a client sets this state, slat treats
+            // it like HALTED.
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
             if halted.contains(&inner.arch.mp_state) && self.wakes_up(inner) {
                 inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
@@ -36,7 +36,7 @@ impl VcpuObject {
                 break;
             }
             // A halted vCPU can accept an interrupt of the client. The interrupt window (`KVM_EXIT_IRQ_WINDOW_OPEN`) is
-            // reported here, because the halt causes no other exit.
+            // reported before the vCPU sleeps, because the halt causes no other exit.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }

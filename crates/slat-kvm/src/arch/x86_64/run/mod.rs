@@ -134,8 +134,8 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // `take` has cleared the attention bits, including those that request flushes. So all translations are
-            // dropped here.
+            // `take` has cleared the attention bits, including those that request flushes. So the run loop drops all
+            // translations now.
             inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0

@@ -475,7 +475,7 @@ mod tests {
 
     #[test]
     fn a_clock_goes_on_in_another_vm() {
-        // These are frequencies of the host to which the guest is migrated: the same frequency, as another process has
+        // The TSC frequencies of hosts to which the guest is migrated: the same frequency, as another process has
         // measured it; a frequency within the tolerance; and a different frequency.
         for (numerator, denominator) in [(1_000_001, 1_000_000), (1_000_200, 1_000_000), (4, 3)] {
             on_hosts(|| {

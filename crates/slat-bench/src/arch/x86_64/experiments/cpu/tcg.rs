@@ -108,7 +108,8 @@ unsafe extern "C" {
     static slat_bench_rom_end: u8;
 }
 
-/// The number of bytes of the page directories. They map the 4 GiB below the data, and one GiB from there.
+/// The number of bytes of the page directories. The page directories map the 4 GiB below the guest's data, and the GiB
+/// that begins with the data.
 const DIRECTORIES: usize = (DATA as usize >> 30) * PAGE as usize + PAGE as usize;
 
 fn code() -> &'static [u8] {
