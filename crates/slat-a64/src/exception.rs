@@ -46,7 +46,8 @@ const IL: u32 = 1 << 25;
 const CONDITION: u32 = 0b1_1110 << 20;
 const WRITE: u32 = 1 << 6;
 const MAINTENANCE: u32 = 1 << 8;
-/// ISV and EX of the software step syndrome: an instruction was stepped; it was an exclusive load.
+/// The fields ISV (an instruction was stepped) and EX (the instruction was an exclusive load) of the software step
+/// syndrome.
 const STEPPED: u32 = 1 << 24;
 const STEPPED_EXCLUSIVE: u32 = 1 << 6;
 
@@ -70,7 +71,7 @@ fn access(name: SystemName, rt: u8, reads: bool) -> u32 {
 pub struct Debug {
     class: u32,
     details: u32,
-    /// The address of the access that a watchpoint has matched. `None`: this is no watchpoint's exception.
+    /// The address of the access that a watchpoint has matched. `None`: the exception is not a watchpoint's.
     pub address: Option<u64>,
 }
 

@@ -196,7 +196,7 @@ pub enum Hint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Barrier {
-    /// DMB and DSB. Some of them order only some kinds of accesses; they are executed as full fences, too.
+    /// DMB and DSB. Barriers that order only some kinds of accesses are executed as full fences, too.
     Memory,
     Isb,
     /// SB: no later instruction is executed speculatively.

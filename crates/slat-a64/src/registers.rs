@@ -65,7 +65,7 @@ pub(crate) const MDSCR_SS: u64 = 1 << 0;
 pub(crate) const MDSCR_KDE: u64 = 1 << 13;
 pub(crate) const MDSCR_MDE: u64 = 1 << 15;
 const MDSCR_WRITABLE: u64 = MDSCR_SS | MDSCR_KDE | MDSCR_MDE | 1 << 12 | 1 << 14;
-/// OSLSR_EL1: one bit says that the OS lock exists, the other that it is locked.
+/// Bits of OSLSR_EL1: the OS lock exists; the OS lock is locked.
 const OSLSR_EXISTS: u64 = 1 << 3;
 pub(crate) const OSLSR_LOCKED: u64 = 1 << 1;
 

@@ -47,7 +47,7 @@ pub struct State {
     pub fpsr: u32,
     /// PSTATE without the flags N, Z, C, V.
     pub(crate) pstate: Pstate,
-    /// The stack pointer, SP_EL0 or SP_EL1, that PSTATE does not select.
+    /// The one of SP_EL0 and SP_EL1 that PSTATE does not select.
     pub(crate) other_sp: u64,
     /// The system registers that the processor holds.
     pub(crate) system: Values,

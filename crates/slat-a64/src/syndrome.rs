@@ -109,8 +109,8 @@ impl Syndrome {
 }
 
 impl<E> Stage2<E> {
-    /// Returns ESR_EL2 of this abort, with fault status code `status`. `syndrome` is the instruction's; it is ignored
-    /// if the access of a walk was refused.
+    /// Returns ESR_EL2 of this abort, with fault status code `status`. `syndrome` describes the instruction. It is
+    /// ignored if the refused access was that of a table walk.
     pub fn esr(&self, syndrome: Option<Syndrome>, status: u8) -> u64 {
         let bit = |is: bool, bit: u64| if is { bit } else { 0 };
         let common = IL | bit(self.is_walk, S1PTW) | u64::from(status);

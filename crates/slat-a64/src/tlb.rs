@@ -187,7 +187,8 @@ impl Tlb {
     }
 
     /// Drops the translations of the page that contains an address, and of all other pages that the same descriptor
-    /// maps. Drops global translations and those of `space`. `None`: those of all address spaces.
+    /// maps. Drops global translations and the translations of `space`; if `space` is `None`, the translations of all
+    /// address spaces.
     pub(crate) fn drop_page(&mut self, address: u64, space: Option<u16>) {
         let is_current = space.is_none_or(|space| space == self.space);
         let drops = |origin: &Origin| {

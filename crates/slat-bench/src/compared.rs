@@ -95,7 +95,8 @@ impl Line {
         }
     }
 
-    /// Replaces the published change. By default, that is the published change of the line's case and metric.
+    /// Replaces the published change with which the line is compared. Without this call, it is the published change of
+    /// the line's case and metric.
     pub fn with_published(self, change: Option<f64>) -> Self {
         Line {
             published: change,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The other programs that experiments start. If a program is missing, the parts that need it are omitted.
+/// The programs besides this one that experiments start. If a program is missing, the parts that need it are omitted.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
     /// The `slat` command.

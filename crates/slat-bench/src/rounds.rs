@@ -40,7 +40,7 @@ pub struct Bench {
     pub size: Size,
     /// The KVMs whose guests are measured.
     pub guests: Guests,
-    /// The other programs that experiments may start.
+    /// The programs besides this one that experiments may start.
     pub others: Others,
     experiment: &'static str,
     report: Report,

@@ -165,7 +165,7 @@ fn unanswered(error: &std::io::Error) -> String {
     }
 }
 
-/// Returns the id of the process that listens at the other end, as the kernel knows it. `None`: that process is in
+/// Returns the id of the process that listens at the other end of `stream`, from the kernel. `None`: that process is in
 /// another PID namespace.
 fn listener(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred {

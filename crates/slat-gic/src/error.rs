@@ -9,7 +9,7 @@ pub enum Error {
     Invalid,
     /// ENXIO: the register or the attribute does not exist, or a needed address is not set.
     NoAttribute,
-    /// EBUSY: it is too early or too late for this access.
+    /// EBUSY: the access is allowed only at another time, for example only before initialization.
     Busy,
     /// EEXIST: the address or the table entry is set already.
     Exists,

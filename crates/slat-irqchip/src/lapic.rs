@@ -8,7 +8,7 @@
 use crate::apic_map::{Address, Logical};
 use crate::message::{DeliveryMode, Message};
 
-/// A bit of APIC_BASE: this is the bootstrap processor.
+/// A bit of APIC_BASE: the APIC's processor is the bootstrap processor.
 pub const BASE_BSP: u64 = 1 << 8;
 /// A bit of APIC_BASE: the APIC is in x2APIC mode.
 pub const BASE_X2APIC: u64 = 1 << 10;
@@ -673,7 +673,7 @@ impl Lapic {
     }
 
     /// Sets all registers. The timer continues from its current count. A TSC deadline is not among the registers: as in
-    /// KVM, it stays until the timer's mode changes.
+    /// KVM, a deadline stays until the timer's mode changes.
     pub fn restore(&mut self, registers: &[u32; REGISTERS], now: u64) {
         let by_tsc = self.tsc_deadline_mode();
         self.regs = *registers;

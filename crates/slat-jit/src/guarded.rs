@@ -15,7 +15,7 @@ impl Guarded {
     /// source location in Cranelift.
     pub fn of(compiled: &CompiledCode) -> Self {
         let places = compiled.buffer.get_srclocs_sorted();
-        // Leave out other traps: those belong to divisions, which are emitted so that they never trap.
+        // Leave out other traps. They belong to divisions, which are emitted in a way that they never trap.
         let traps = compiled.buffer.traps().iter();
         let guarded = traps.filter(|trap| trap.code == GUARDED).map(|trap| {
             let after = places.partition_point(|place| place.start <= trap.offset);

@@ -152,8 +152,8 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     entry(fd)
 }
 
-/// Whether any descriptor is KVM's. Every change of the program's descriptors calls this function, so it must be cheap:
-/// it costs one load.
+/// Whether any descriptor is KVM's. slat calls this function at every change of the program's descriptors. So it costs
+/// only one load.
 #[inline]
 pub fn is_any_ours() -> bool {
     OPEN.load(Ordering::Relaxed) != 0
@@ -246,7 +246,8 @@ fn release(cell: *mut Cell) {
     if let Some(cell) = unsafe { cell.as_ref() } {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let handle = Handle(cell);
-        // This is a forked child that closes an object of its parent. The child must not drop the object.
+        // The calling process is a forked child, which closes an object of its parent. The child must not drop the
+        // object.
         if handle.object().is_foreign() {
             handle.leak();
         }

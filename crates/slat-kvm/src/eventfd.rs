@@ -77,7 +77,7 @@ impl EventFd {
         self.id == other.id
     }
 
-    /// Adds 1 to the counter. A full counter stays as it is: it already wakes the threads that poll the eventfd.
+    /// Adds 1 to the counter. A full counter does not change: it already wakes the threads that poll the eventfd.
     pub(crate) fn signal(&self) {
         // A write to a full counter waits for a reader unless the descriptor has O_NONBLOCK. KVM's own signal never
         // waits, so this code checks first whether the counter is full. The write can still wait if another thread

@@ -17,7 +17,7 @@ impl FileId {
         Ok(FileId(stat.st_dev, stat.st_ino))
     }
 
-    /// Whether this is the file with this `inode` on the device (major, minor).
+    /// Whether `self` identifies the file with `inode` on the device (major, minor).
     pub(crate) fn is(self, device: (u32, u32), inode: u64) -> bool {
         (libc::major(self.0), libc::minor(self.0)) == device && self.1 == inode
     }

@@ -30,7 +30,7 @@ impl Register {
         }
     }
 
-    /// Returns `value`, the bytes of a value of this register, as a number. `None`: they are too many or too few.
+    /// Returns `value`, the bytes of a value of this register, as a number. `None`: the number of bytes is wrong.
     pub(crate) fn parse(&self, value: &[u8]) -> Option<u128> {
         let mut bytes = [0; 16];
         bytes[..self.bytes].copy_from_slice(value.get(..self.bytes)?);

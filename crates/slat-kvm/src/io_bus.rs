@@ -76,8 +76,8 @@ struct Table<D>(Vec<Entry<D>>);
 impl<D> Table<D> {
     /// Makes a table of the registrations, sorted by range.
     fn new(mut entries: Vec<Entry<D>>) -> Self {
-        // This is an insertion sort, because registrations of equal ranges must keep their order. `sort_by_key` would
-        // keep it, too, but allocates.
+        // An insertion sort keeps the order of registrations of equal ranges, as it must. `sort_by_key` would keep this
+        // order, too, but allocates.
         for last in 1..entries.len() {
             let at = entries[..last].partition_point(|entry| entry.range <= entries[last].range);
             entries[at..=last].rotate_right(1);

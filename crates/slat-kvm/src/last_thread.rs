@@ -89,8 +89,8 @@ impl State {
 
 /// Returns the number of the program's threads. `None`: the number is unknown.
 pub(crate) fn threads_of_program() -> Option<usize> {
-    // The calling thread belongs to the program. If its seccomp filter forbids one of slat's calls, it may also forbid
-    // these.
+    // The calling thread belongs to the program. If the thread's seccomp filter forbids one of slat's calls, it may
+    // also forbid the calls below.
     if calls::is_any_forbidden() {
         return None;
     }
@@ -103,7 +103,7 @@ pub(crate) fn threads_of_program() -> Option<usize> {
 fn wait_for_first() {
     // When the first thread ends, the kernel clears the word that holds the thread's id, and wakes one thread that
     // sleeps on that word (set_tid_address(2)). A thread that joins the first thread also sleeps on that word, so this
-    // thread wakes the others.
+    // thread wakes all other threads that sleep on the word.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
@@ -168,7 +168,7 @@ impl Background for Watcher {
         if signal != 0 {
             end_by(signal);
         }
-        // If a signal was still pending when the last thread ended, it is delivered now, before the process ends.
+        // Deliver a signal that was still pending when the last thread ended, before the process ends.
         change_mask(libc::SIG_UNBLOCK, u64::MAX);
         match code {
             // The C library also calls `exit(0)` when the last thread ends.

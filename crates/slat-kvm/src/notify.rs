@@ -22,8 +22,8 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
     live_vms().store(vms.len(), Ordering::SeqCst);
 }
 
-/// Whether a VM is live in this process. Every change of the program's memory calls this function, so it must be cheap:
-/// it costs one load.
+/// Whether a VM is live in this process. slat calls this function at every change of the program's memory. So it costs
+/// only one load.
 #[doc(hidden)]
 #[inline]
 pub fn is_anyone_listening() -> bool {
@@ -65,7 +65,7 @@ pub fn live() -> Vec<Arc<EngineVm>> {
 }
 
 /// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the
-/// change. After this has returned, no vCPU uses an old translation.
+/// change. After this function has returned, no vCPU uses an old translation.
 ///
 /// Waits until every running vCPU has reached the end of a block of guest code. So the caller must not hold a lock that
 /// a running vCPU may wait for.

@@ -5,7 +5,7 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// The number of GSIs, and of routes, that a VM can have: KVM's `KVM_MAX_IRQ_ROUTES`.
+/// The greatest number of GSIs, and of routes, of a VM: KVM's `KVM_MAX_IRQ_ROUTES`.
 pub(crate) const MAX_ROUTES: u32 = 4096;
 /// All routes of a VM, by GSI.
 #[derive(Debug, Default)]

@@ -38,7 +38,7 @@ thread_local! {
     static RUNNING: Cell<*const Attention> = const { Cell::new(null()) };
 }
 
-/// Marks this thread as running a vCPU until this is dropped.
+/// A guard that marks this thread as running a vCPU until the guard is dropped.
 pub(crate) struct Running<'a> {
     before: *const Attention,
     _attention: std::marker::PhantomData<&'a Attention>,

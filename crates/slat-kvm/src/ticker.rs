@@ -73,7 +73,7 @@ pub(crate) trait VmTimers: Send + Sync {
     fn expired(&self, timer: VmTimer);
 }
 
-/// A vCPU, or a timer of a VM, that the ticker serves.
+/// A client of the ticker: a vCPU, or a timer of a VM.
 pub(crate) struct Client {
     alarm: Alarm,
     /// The number of [`Polling`] guards of the vCPU.

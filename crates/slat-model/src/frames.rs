@@ -10,8 +10,8 @@ use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 
 use crate::violations::Violations;
 
-/// The content of a frame that is not in use. As an EPT entry, it is a leaf at any level, and maps a frame number that
-/// no host page has. So a walker that reads a freed frame returns a recognizable translation.
+/// The word that fills a frame that is not in use. As an EPT entry, the word is a leaf at any level, and maps a frame
+/// number that no host page has. So a page walk that reads a freed frame returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;

@@ -73,7 +73,7 @@ pub enum HostChange {
     },
     /// The host unmaps the pages.
     Punch,
-    /// The host makes the pages absent: they will be present later ([`slat::ResolveError::Absent`]).
+    /// The host makes the pages absent until a later operation makes them present ([`slat::ResolveError::Absent`]).
     Await,
     /// The host changes the rights of the memory, which stays mapped.
     Protect {

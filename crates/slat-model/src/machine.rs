@@ -36,7 +36,8 @@ pub trait Machine: 'static {
     type Platform: Platform;
 
     /// Whether the platform reports each flush of its hardware to the [`Tlb`]. If not, a flush counts as complete when
-    /// [`Platform::flush`] returns. This is for platforms without hardware walkers, whose flushes do nothing.
+    /// [`Platform::flush`] returns. Set it to `false` for a platform without hardware page walkers, whose flushes do
+    /// nothing.
     const REPORTS_FLUSHES: bool = true;
 
     /// Makes a machine with `pages` pages of memory. It may have fewer pages, but at least 2048 (8 MiB). All pages are

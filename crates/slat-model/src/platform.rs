@@ -192,7 +192,7 @@ impl SimMachine {
     }
 }
 
-/// Whether `page` continues `run`: it is the next page, with the same attributes.
+/// Whether `page` is the next page after `run`, with the same attributes, so that `run` can be extended by `page`.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = run.first.with_pfn(run.first.pfn.add(run.pages));
     next == *page

@@ -55,8 +55,8 @@ pub fn arm_thread() -> bool {
     match passing() {
         Some(passing) if IS_ARMED.load(Ordering::Relaxed) => {
             let (start, len) = (passing.start, passing.len());
-            // If the call succeeds on the first thread, it succeeds on all threads.
-            // SAFETY: the call takes no pointer, because there is no selector.
+            // A call that succeeds on the first thread succeeds on all threads. SAFETY: the call takes no pointer,
+            // because there is no selector.
             unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, ON, start, len, 0) }.is_ok()
         }
         _ => false,

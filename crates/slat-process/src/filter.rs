@@ -43,8 +43,9 @@ pub struct Made {
     pub address: usize,
 }
 
-/// Whether `program` allows a system call with these arguments. The filter sees 0 for the other arguments and for the
-/// address. If a tracer or a supervisor would decide about the call, the call counts as forbidden.
+/// Whether `program` allows a system call with these arguments (index and value). The filter sees 0 for all arguments
+/// that are not given, and for the address. If a tracer or a supervisor would decide about the call, the call counts as
+/// forbidden.
 fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     let mut made = Made {
         number,

@@ -50,8 +50,8 @@ pub(crate) fn ignores_advice() -> bool {
 
 /// Makes the kernel clear [`WIPED`] in the children of all later forks.
 fn watch() {
-    // This is not a `Once`: a child that is forked during the work would wait for the `Once` forever. So two threads
-    // may do the work, which does no harm.
+    // A flag instead of a `Once`, because a child that is forked during the work would wait for a `Once` forever. So
+    // two threads may both do the work, which does no harm.
     static WATCHING: AtomicBool = AtomicBool::new(false);
     extern "C" fn in_child() {
         WIPED.0.generation.store(0, Ordering::Relaxed);
@@ -81,7 +81,7 @@ pub fn traced() -> &'static AtomicU64 {
     &WIPED.0.traced
 }
 
-/// Returns the id of the process that owns this memory. In a child of `vfork`, that is the parent's id.
+/// Returns the id of the process that owns this memory. In a child of `vfork`, the owner is the parent.
 pub fn owner() -> i32 {
     watch();
     match WIPED.0.pid.load(Ordering::Relaxed) {

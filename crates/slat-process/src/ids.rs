@@ -7,7 +7,7 @@ use crate::noted::{locate, note_first, noted_id, noted_thread_id};
 use std::cell::Cell;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-/// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`] and
+/// Returns the kernel's ids of the calling process and of the calling thread. In contrast to [`forks::owner`] and
 /// [`thread_id`], these ids are right even in a child of `vfork`, except if a filter forbids the system calls that
 /// return them. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {

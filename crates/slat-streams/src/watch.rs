@@ -370,7 +370,7 @@ fn watch() {
         let now = Instant::now();
         for (index, lane) in stream.lanes.iter().enumerate() {
             if let Err(what) = lane.look(now) {
-                // This gives the hanging thread time to write its backtrace.
+                // Wait, so that the hanging thread has time to write its backtrace.
                 std::thread::sleep(Duration::from_secs(2));
                 account(&stream, &format!("lane {index} {what}"));
                 std::process::abort();

@@ -21,8 +21,8 @@ use crate::region::{Entrance, Step};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The greatest number of heap bytes for one CPU's kept blocks, the copies of its code, and their indices. This is
-/// enough for about 120,000 blocks of six instructions in 2,000 pages.
+/// The greatest number of heap bytes for one CPU's kept blocks, the copies of its code, and their indices. Enough for
+/// about 120,000 blocks of six instructions in 2,000 pages.
 pub const CODE_BYTES: usize = 64 << 20;
 /// An upper bound of the bytes that one block and the copies of its code need.
 pub(crate) const RESERVE: usize = 64 << 10;

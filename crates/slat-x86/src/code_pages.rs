@@ -59,8 +59,8 @@ mod slots {
     use crate::heap::{OutOfMemory, Pages, Zeroed};
     use crate::sync::AtomicU64;
 
-    /// The number of slots. This is one slot for each page of 4 GiB of consecutive host memory. The host provides the
-    /// slots' memory at first use.
+    /// The number of slots: one for each page of 4 GiB of consecutive host memory. The host provides the memory of a
+    /// slot at its first use.
     const SLOTS: usize = 1 << 20;
 
     struct Table([AtomicU64; SLOTS]);
@@ -262,9 +262,9 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. From now on, other CPUs report changes by a bit in `attention`. If they mark a
-    /// page, they do not trust it until this CPU has heeded the mark. If there were changes while the CPU did not run,
-    /// sets the bit at once.
+    /// Call before the CPU executes. From now on, other CPUs report changes by a bit in `attention`. If another CPU
+    /// marks a page, it does not trust the page until this CPU has heeded the mark: from then on, this CPU's stores to
+    /// the page are noticed. If there were changes while the CPU did not run, sets the bit at once.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.

@@ -129,8 +129,8 @@ impl Cpu {
         self.update_watch();
     }
 
-    /// Handles a #DB with DR6 bits `hits`. If the debugger outside the guest claims it, returns the exit for that;
-    /// otherwise makes it an event of the guest.
+    /// Handles a #DB with DR6 bits `hits`. If the debugger outside the guest claims the #DB, returns the exit that
+    /// reports it. Otherwise makes the #DB an event of the guest.
     pub(crate) fn take_debug(&mut self, hits: u64) -> Option<Exit> {
         if self.requests.debugger.claims_debug() {
             return Some(Exit::Debug {

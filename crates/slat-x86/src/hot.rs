@@ -144,7 +144,7 @@ impl Executor {
         }
     }
 
-    /// Installs the results of finished compilations. This may free all blocks. Call while no block is running.
+    /// Installs the results of finished compilations, which may free all blocks. Call while no block is running.
     fn take_compiled(&mut self) {
         let Some(client) = &self.client else {
             return;
@@ -242,8 +242,8 @@ impl Executor {
             // SAFETY: a kept block is alive, and no thread changes it while no block is running.
             let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
-            // Leave out a block that has rarely run: it would only make the region larger. A block with compiled code
-            // counts as warm, even if the interpreter has never run it.
+            // Leave out a block that has rarely run, because it would only make the region larger. A block with
+            // compiled code counts as warm, even if the interpreter has never run it.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
@@ -257,8 +257,8 @@ impl Executor {
             if is_known {
                 continue;
             }
-            // Leave out the block unless memory still holds its code: it may not have been compared with memory for a
-            // while, if it has not run.
+            // Leave out the block unless memory still holds its code. If the block has not run for a while, its code
+            // has not been compared with memory for that time.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -327,7 +327,7 @@ impl Executor {
         self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
     }
 
-    /// Runs the region of a block, and the regions in which it continues. This may free the block.
+    /// Runs the region of a block, and the regions that follow. The call may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
         self.compiled.ran = 0;

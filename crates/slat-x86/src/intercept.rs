@@ -214,8 +214,8 @@ impl Cpu {
         self.svm.is_guest() && self.svm.control.intercepts(code)
     }
 
-    /// Records an exception: as pending for the guest's handler, or as a #VMEXIT if the hypervisor intercepts it.
-    /// `address` becomes CR2, if this is a page fault that is not intercepted.
+    /// Records an exception: as pending for the guest's handler, or as a #VMEXIT if the hypervisor intercepts it. For a
+    /// page fault that is not intercepted, `address` becomes CR2.
     pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
         self.slow = true;
         let Exception { vector, error } = exception;

@@ -94,7 +94,7 @@ impl Cpu {
     }
 
     /// Delivers pending events, at most one per call. As in KVM, an acknowledged interrupt is delivered before an SMI
-    /// or an NMI: delivered after an NMI, it would interrupt the NMI's handler.
+    /// or an NMI: if the interrupt were delivered after an NMI, it would interrupt the NMI's handler.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;

@@ -29,9 +29,10 @@ pub struct Paging {
     pub efer: u64,
     /// PKRU, which has an effect only if CR4.PKE is set.
     pub pkru: u32,
-    /// Whether this is a user access: CPL is 3, and the access is not one of the CPU's own to a system table.
+    /// Whether the access is a user access: CPL is 3, and the access is not an implicit access of the CPU to a system
+    /// table.
     pub user: bool,
-    /// Whether this is an explicit supervisor access with RFLAGS.AC set, to which SMAP does not apply.
+    /// Whether the access is an explicit supervisor access with RFLAGS.AC set, to which SMAP does not apply.
     pub ac: bool,
     /// `Some` if a nested guest runs with nested paging: its hypervisor's tables, which translate every guest-physical
     /// address.
@@ -246,7 +247,7 @@ pub trait Machine: Mmu {
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
-    /// Whether MONITOR and MWAIT exist. If they do, they have no effect; otherwise they raise #UD.
+    /// Whether MONITOR and MWAIT exist. If they exist, they have no effect; otherwise they raise #UD.
     fn has_monitor(&mut self) -> bool {
         true
     }
@@ -302,10 +303,9 @@ pub enum BusLocks {
     #[default]
     Executed,
     /// The run ends with [`Exit::BusLock`] before the instruction. The next run executes the instruction, if RIP has
-    /// not changed. This is like the bus lock threshold of AMD's processors.
+    /// not changed. AMD's bus lock threshold behaves in this way.
     ExitBefore,
-    /// The run ends with [`Exit::BusLock`] after the instruction. This is like bus-lock detection on Intel's
-    /// processors.
+    /// The run ends with [`Exit::BusLock`] after the instruction. Intel's bus-lock detection behaves in this way.
     ExitAfter,
 }
 

@@ -109,8 +109,8 @@ impl Cpu {
         if self.stop { Err(Break::End) } else { Ok(()) }
     }
 
-    /// Reads a word, changes it by `f`, and writes it. Returns the old and the new value. If `lock`, this is atomic,
-    /// unless the word is in two pages.
+    /// Reads a word, changes it by `f`, and writes it. Returns the old and the new value. If `lock`, the change is
+    /// atomic, unless the word is in two pages.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,
@@ -199,7 +199,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the destination of a write of `len` bytes at `lin`. `None`: they are not in one page of memory.
+    /// Returns the destination of a write of `len` bytes at `lin`. `None`: the bytes are in two pages, or not in
+    /// memory.
     pub(crate) fn write_place(
         &mut self,
         lin: u64,
@@ -230,7 +231,8 @@ impl Cpu {
         Ok(result)
     }
 
-    /// Returns the host address from which to read `len` bytes at `lin`. `None`: they are not in one page of memory.
+    /// Returns the host address from which to read `len` bytes at `lin`. `None`: the bytes are in two pages, or not in
+    /// memory.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
         Ok(places.source())

@@ -3,7 +3,7 @@
 use crate::watch::Debugger;
 use std::time::Duration;
 
-/// The events at which a run ends because the caller has asked for that.
+/// The events at which a run ends because the caller has requested an exit for them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
     /// Whether the run ends with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when the guest could take an

@@ -17,7 +17,7 @@ impl Cpu {
     /// Finishes the hypercall that ended the last run: calls `store`, which stores the hypercall's results in the
     /// registers. The second argument of `store` says whether the registers have 64 bits.
     ///
-    /// RIP moves to the next instruction. If the caller has changed RIP meanwhile, this does nothing.
+    /// RIP moves to the next instruction. If the caller has changed RIP meanwhile, this function does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
         let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;

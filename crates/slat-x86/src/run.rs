@@ -40,7 +40,7 @@ impl Executor {
         attention: &AtomicU32,
         f: impl FnOnce(&mut Self) -> T,
     ) -> T {
-        /// Detaches the machine when this is dropped, even if `f` panics.
+        /// A guard that detaches the machine when it is dropped, even if `f` panics.
         struct Detach<'a>(&'a mut Executor);
         impl Drop for Detach<'_> {
             fn drop(&mut self) {
@@ -73,7 +73,7 @@ impl Executor {
 
     /// Calls `f`, which executes instructions. Meanwhile, other CPUs report changes of code by a bit in `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
-        /// When this is dropped, even if `f` panics, other CPUs stop reporting changes to this CPU.
+        /// A guard: when it is dropped, even if `f` panics, other CPUs stop reporting changes of code to this CPU.
         struct Leave<'a>(&'a mut Executor);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {

@@ -31,7 +31,7 @@ pub(crate) struct Snapshot {
     pub(crate) stamp: u64,
     /// The host address of the page.
     pub(crate) host: *mut u8,
-    /// A number, at least 1, that identifies the page's contents: if the contents differ, it differs.
+    /// A number, at least 1, that identifies the page's contents. Different contents have different numbers.
     pub(crate) edition: u64,
     /// The linear address of the page, and whether it was translated with user rights.
     key: u64,

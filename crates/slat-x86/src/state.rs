@@ -460,7 +460,7 @@ impl State {
     /// Loads only the x87 part of an FXSAVE64 image.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
         self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
-        // Leave out the error summary and busy bits: they follow from the exceptions that are set and not masked.
+        // Leave out the error summary and busy bits, which follow from the exceptions that are set and not masked.
         self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
         if self.fsw & !self.fcw & 0x3f != 0 {
             self.fsw |= 0x8080;

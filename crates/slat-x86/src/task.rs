@@ -57,7 +57,8 @@ pub(crate) enum Initiator {
 }
 
 impl Initiator {
-    /// Whether the new task is nested in the old task: it gets a link to the old task, which stays busy.
+    /// Whether the new task is nested in the old task: the new task gets a link to the old task, and the old task stays
+    /// busy.
     fn nests(self) -> bool {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
@@ -199,7 +200,7 @@ impl Cpu {
         if self.state.cr0 & control::CR0_PG == 0 {
             image.cr3 = None;
         }
-        // If the switch changes CR3, it also loads the PDPTEs (SDM volume 3, "PDPTE Registers").
+        // A task switch that changes CR3 also loads the PDPTEs (SDM volume 3, "PDPTE Registers").
         let pdptes = match image.cr3.map(u64::from) {
             Some(cr3) if self.pae_paging() && cr3 != self.state.cr3 => Some(self.load_pdptes(cr3)?),
             _ => None,

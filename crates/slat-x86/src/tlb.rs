@@ -257,7 +257,7 @@ impl Tlb {
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
     }
 
-    /// Drops the translations of the page of `lin`: those of the current space, and global ones.
+    /// Drops the translations of the page of `lin` that belong to the current space or are global.
     pub(crate) fn drop_page(&mut self, lin: u64) {
         self.drop_first(lin);
         self.second.flush_page(lin, Which::CurrentAndGlobal);

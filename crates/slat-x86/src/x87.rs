@@ -88,7 +88,8 @@ unsafe extern "C" fn stubs() {
 struct Stub(u16);
 
 impl Stub {
-    /// The number of stubs: those on registers, those on memory, and those on memory with an operand-size prefix.
+    /// The number of stubs: for instructions on registers, for instructions on memory, and for instructions on memory
+    /// with an operand-size prefix.
     const COUNT: usize = 512 + 64 + 64;
 
     fn on_registers(opcode: u8, modrm: u8) -> Stub {

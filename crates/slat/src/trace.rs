@@ -52,7 +52,7 @@ pub enum Event {
     },
     /// `handle_mmio_page_fault`: an MMIO entry has served an access. Counted as `mmio_cached`.
     HandleMmioPageFault {
-        /// The address; with shadow paging, it is guest-virtual.
+        /// The address of the access: a guest-physical address, or with shadow paging a guest-virtual address.
         addr: u64,
         /// The guest frame of the address.
         gfn: Gfn,

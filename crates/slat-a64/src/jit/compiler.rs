@@ -24,7 +24,8 @@ const KNOWN: usize = 1 << 16;
 pub enum Compile {
     /// The compiler's thread compiles code that has run often.
     Hot,
-    /// The processor's own thread compiles code before it runs for the first time. This is slow; it is for tests.
+    /// The processor's own thread compiles code before the code runs for the first time. This is slow, and only for
+    /// tests.
     AtOnce,
 }
 

@@ -26,7 +26,8 @@ macro_rules! emits {
     };
 }
 
-/// Defines the functions of instructions that are not compiled: they leave the instruction to the interpreter.
+/// Defines the functions that translate instructions which are not compiled: each function leaves its instruction to
+/// the interpreter.
 macro_rules! interpreted {
     ($($name:ident($($type:ty),*) -> $result:ty;)*) => {
         $(

@@ -152,8 +152,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the value of the floating-point number of 1 << `size` bytes in lane 0 of a vector, if the block has one.
-    /// `None`: it would have to be loaded.
+    /// Returns the value that the block has for the floating-point number of 1 << `size` bytes in lane 0 of a vector.
+    /// `None`: the block has no such value, so the number would have to be loaded from the state.
     pub(super) fn known_number(&self, vector: Vector, size: u8) -> Option<Value> {
         let number = match vector {
             Vector::Number(value) => Some(value),

@@ -42,7 +42,7 @@ impl Truth {
         }
     }
 
-    /// Returns an 8-bit value that is 1 if this is true, else 0.
+    /// Returns an 8-bit value that is 1 if this condition is true, else 0.
     pub(super) fn value(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Constant(is) => v.b.ins().iconst(I8, i64::from(is)),
@@ -77,7 +77,7 @@ impl Truth {
         }
     }
 
-    /// Returns a value that is not 0 if this is true, for a branch.
+    /// Returns a value that is not 0 if this condition is true, for a branch.
     pub(super) fn condition(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Bit { value, n, set } if n != 63 => {
@@ -89,7 +89,7 @@ impl Truth {
         }
     }
 
-    /// Returns a 64-bit value that is negative if this is true.
+    /// Returns a 64-bit value that is negative if this condition is true.
     pub(super) fn negative(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Bit {
@@ -108,7 +108,7 @@ impl Truth {
         }
     }
 
-    /// Returns a 64-bit value that is zero if this is true.
+    /// Returns a 64-bit value that is zero if this condition is true.
     pub(super) fn zero(self, v: &mut Values<'_>) -> Value {
         match self {
             Truth::Zero { value, is: true } => value,

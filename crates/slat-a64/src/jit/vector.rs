@@ -12,7 +12,7 @@ use cranelift_codegen::ir::{InstBuilder, Type, Value};
 
 const LANE_TYPES: [Type; 4] = [I8, I16, I32, I64];
 
-/// Where a byte of a result comes from: it is zero, or a byte of an operand.
+/// The source of a byte of a result: zero, or a byte of an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     Zero,
@@ -129,7 +129,7 @@ impl Translator<'_> {
         self.v.cast(whole, lanes_of(size))
     }
 
-    /// Keeps the first `bytes` bytes, and makes the others zeros.
+    /// Keeps the first `bytes` bytes, and makes all other bytes zero.
     pub(super) fn cut(&mut self, whole: Value, bytes: u8) -> Option<Vector> {
         match bytes {
             16 => Some(Vector::Whole(whole)),

@@ -16,7 +16,7 @@ pub(super) enum Vector {
     Halves([Value; 2]),
     /// All 16 bytes.
     Whole(Value),
-    /// A floating-point number of single or double precision. The other bytes are zeros.
+    /// A floating-point number of single or double precision. All other bytes of the register are zeros.
     Number(Value),
 }
 

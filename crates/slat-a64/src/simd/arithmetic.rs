@@ -38,7 +38,7 @@ fn product(a: Number, b: Number) -> Number {
     }
 }
 
-/// Returns the zero, with its sign, that results from adding a number and its opposite.
+/// Returns the result of adding a number and its opposite: a zero, whose sign depends on the rounding mode.
 fn cancelled(format: Format, env: &Env) -> u64 {
     format.zero(env.rounding() == Rounding::Down)
 }

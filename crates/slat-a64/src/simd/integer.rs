@@ -22,7 +22,7 @@ pub(crate) enum Integer {
     HalvingSub,
     SaturatingAdd,
     SaturatingSub,
-    /// SUQADD and USQADD: one of the two added lanes is signed, the other one is unsigned.
+    /// SUQADD and USQADD: add a signed and an unsigned lane.
     SaturatingAddOther,
     Greater,
     GreaterEqual,

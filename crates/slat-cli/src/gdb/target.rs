@@ -44,8 +44,8 @@ pub struct Vm {
     pub first: u32,
     /// Whether GDB's addresses are guest-physical; otherwise they are guest-virtual.
     pub physical: bool,
-    /// The kind, address and number of bytes of each probe (breakpoint or watchpoint). If GDB sets the same probe
-    /// twice, it is listed twice.
+    /// The kind, address and number of bytes of each probe (breakpoint or watchpoint). A probe that GDB has set twice
+    /// is listed twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
     /// The way in which those vCPUs continue that GDB's command to resume does not name. The vCPUs that it names are in

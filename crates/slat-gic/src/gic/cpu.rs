@@ -94,7 +94,8 @@ impl Gic {
         }
     }
 
-    /// Deactivates an interrupt (ICC_DIR_EL1, GICC_DIR). Without EOImode this does nothing (IHI 0069, ICC_DIR_EL1).
+    /// Deactivates an interrupt (ICC_DIR_EL1, GICC_DIR). If EOImode is clear, the write has no effect (IHI 0069,
+    /// ICC_DIR_EL1).
     pub(crate) fn deactivate(&mut self, vcpu: usize, intid: u32) {
         if self.vcpus[vcpu].interface.separate_deactivation {
             self.clear_active(vcpu, intid);

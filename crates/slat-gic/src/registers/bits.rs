@@ -152,8 +152,8 @@ impl Gic {
         lines as u32
     }
 
-    /// Writes the lines of 32 interrupts for the VMM. This is independent of the triggers, which the VMM may restore
-    /// later.
+    /// Writes the lines of 32 interrupts for the VMM. The written levels do not depend on the triggers, which the VMM
+    /// may restore later.
     pub(super) fn write_lines(&mut self, vcpu: usize, first: u32, value: u32) {
         let existing = SGIS..self.interrupts();
         let lines = (0..32).map(|index| (first + index, value >> index & 1 != 0));

@@ -45,8 +45,8 @@ const CTLR: u32 = 0;
 const TYPER: u32 = 4;
 const IIDR: u32 = 8;
 
-/// The enable bit of GICD_CTLR. As in KVM, each version has only one: that of group 0 with GICv2, and that of group 1
-/// with GICv3.
+/// The enable bit of GICD_CTLR. As in KVM, there is only one enable bit: with GICv2 the bit of group 0, and with GICv3
+/// the bit of group 1.
 const V2_ENABLE: u32 = 1 << 0;
 const V3_ENABLE: u32 = 1 << 1;
 /// The bits of GICv3's GICD_CTLR that are always set: affinity routing is enabled, and there is one security state.

@@ -126,7 +126,7 @@ impl StatsObject {
         }
     }
 
-    /// Returns the id of the vCPU that the statistics describe; `None`: they describe a VM.
+    /// Returns the id of the vCPU that the statistics describe. `None`: the statistics describe a VM.
     pub fn vcpu_id(&self) -> Option<u32> {
         match &self.of {
             Of::Vm(_) => None,

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// The interval at which the observer reads the `schedstat` of threads that run vCPUs.
 const PERIOD: Duration = Duration::from_millis(10);
-/// If a vCPU did not run for this long, it waits for a new reading before it runs again.
+/// The length of a pause of a vCPU after which the vCPU waits for a new reading before it runs again.
 const PAUSE: Duration = Duration::from_micros(100);
 /// The longest wait for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);

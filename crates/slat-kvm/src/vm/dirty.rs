@@ -85,8 +85,8 @@ impl VmObject {
             .map_err(refused)
     }
 
-    /// Marks in the dirty logs the pages that the client has written: those of the `len` bytes from `start` on, in
-    /// address space `space`.
+    /// Marks in the dirty logs the pages that the client has written: the pages of the `len` bytes from the
+    /// guest-physical address `start` on, in address space `space`.
     ///
     /// # Errors
     /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;

@@ -103,7 +103,8 @@ impl CachingMmu {
     }
 
     /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf. If
-    /// `marks` is false, the walk sets no flags: it ends at an entry whose accessed or dirty flag has to be set.
+    /// `marks` is false, the walk sets no flags. Instead, it ends at an entry whose accessed or dirty flag would have
+    /// to be set.
     fn fill(
         &mut self,
         cpu: usize,

@@ -9,7 +9,7 @@ use super::registers::Registers;
 /// The entries that a flush invalidates.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flush {
-    /// The PCID whose entries are invalidated. `None`: those of every PCID.
+    /// The PCID whose entries are invalidated. `None`: the entries of every PCID are invalidated.
     pub pcid: Option<u16>,
     /// Whether global translations are invalidated, too.
     pub globals: bool,

@@ -48,7 +48,7 @@ use table::{Table, Walker, root_pages};
 /// The maximum number of conflicts that are kept as text until a caller asks for them.
 const FINDINGS: usize = 20;
 
-/// The model of the TLBs. It knows the tables of one VM. Before `Tlb::watch`, it knows no tables.
+/// The model of the TLBs of one VM's CPUs. It reads the VM's tables from the call of `Tlb::watch` on.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,

@@ -34,7 +34,7 @@ const COMPILER: &str = env!("COUNTS_COMPILER");
 const OPERATIONS: &str = "--operations";
 /// The largest increase of a count that is accepted, as a fraction of the count.
 const TOLERANCE: f64 = 0.03;
-/// An increase by fewer instructions than this is ignored: it is one instruction in a hundred calls.
+/// The least increase, in instructions for each call, that counts. A smaller increase is ignored.
 const LEAST: f64 = 0.01;
 
 /// For each operation, the number of instructions for each page or call.

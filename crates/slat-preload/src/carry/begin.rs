@@ -48,7 +48,7 @@ macro_rules! call {
     }};
 }
 
-/// Ends the process. Until slat has started, it cannot print a longer message.
+/// Prints `why` and ends the process. Longer messages can be printed only after slat has started.
 fn fail(why: &'static str) -> ! {
     call!(
         libc::SYS_write,

@@ -141,7 +141,7 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Fuses `op` with the Jcc after it, so that `op` executes both. Returns `false` if this is not possible for `op`.
+/// Fuses `op` with the Jcc after it, so that `op` executes both. Returns `false` if `op` cannot be fused.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     if op.r[0] == MEM || op.r[1] == MEM || op.size == 1 {
         return false;

@@ -132,7 +132,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let compacts = matches!(op.aux, XSAVEC | XSAVES);
     let requested = requested(cpu);
     let in_use = in_use(cpu) & requested;
-    // XSAVE also writes components that are in their initial state. The other instructions do not.
+    // XSAVE also writes components that are in their initial state. XSAVEOPT, XSAVEC and XSAVES do not.
     let written = if op.aux == XSAVE { requested } else { in_use };
     let compacted = compacts.then_some(requested);
     let pkru_at = pkru_offset(cpu, compacted);
@@ -336,7 +336,8 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op`, as `aux`, which of the instructions that share a handler this is.
+/// Stores `variant` in `op`, as `aux`. By it, a handler that several instructions share knows which of them it
+/// executes.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

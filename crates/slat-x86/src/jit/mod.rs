@@ -129,8 +129,8 @@ pub enum Compile {
     /// The compiler's threads compile a block with the baseline tier after it has run often, and with Cranelift when
     /// its region is sampled for the second time.
     Hot,
-    /// The CPU's own thread compiles a block before it runs for the first time. This is slow, and only for tests of the
-    /// compiler.
+    /// The CPU's own thread compiles a block before the block runs for the first time. This is slow, and only for tests
+    /// of the compiler.
     AtOnce(Tier),
 }
 

@@ -79,7 +79,7 @@ impl<'a> Paths<'a> {
         (paths, steps)
     }
 
-    /// Returns the node at which the path continues after `node` if RIP is `rip`. `None`: it does not continue.
+    /// Returns the node at which the path continues after `node` if RIP is `rip`. `None`: the path does not continue.
     pub(super) fn next(&self, node: usize, rip: u64) -> Option<usize> {
         let mut next = self.nodes[node].next.iter();
         next.find(|(at, _)| *at == rip).map(|(_, node)| *node)

@@ -63,8 +63,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     Some((ty, operate))
 }
 
-/// If an instruction moves a whole register, returns whether its memory operand must be aligned. `None`: it is another
-/// instruction.
+/// If an instruction moves a whole register, returns whether its memory operand must be aligned. `None`: the
+/// instruction does not move a whole register.
 fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
     use Mnemonic::*;
     match mnemonic {

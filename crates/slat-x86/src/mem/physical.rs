@@ -7,8 +7,8 @@ use crate::op::Break;
 use std::ops::Range;
 
 impl Cpu {
-    /// Translates a guest-physical address. If there are `nested` tables, they translate it first. `None`: there is no
-    /// memory at the address.
+    /// Translates a guest-physical address. If there are `nested` tables, they translate it first. `None`: the guest
+    /// has no memory at the address.
     fn physical(
         &mut self,
         nested: Option<&NestedPaging>,

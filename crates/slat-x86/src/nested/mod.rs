@@ -182,7 +182,7 @@ impl Svm {
         self.recorded = VmExit { int_info, ..exit };
     }
 
-    /// Makes the recorded #VMEXIT due: it takes place before the next instruction.
+    /// Makes the recorded #VMEXIT take place before the next instruction.
     pub(crate) fn make_due(&mut self) {
         self.due = Some(self.recorded);
     }

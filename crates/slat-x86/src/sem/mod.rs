@@ -137,7 +137,7 @@ pub(crate) fn two_sums<C: Compute>(
 /// computed when an instruction reads it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
-    /// The flags do not change. In the compiler: they are in the CPU's record.
+    /// The flags do not change. For the compiler, it means that the flags are in the CPU's record.
     Recorded,
     Add {
         a: V,

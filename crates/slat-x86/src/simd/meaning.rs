@@ -9,7 +9,7 @@ pub(crate) enum Elements {
     Quadwords,
     Singles,
     Doubles,
-    /// One element: only the lowest element is computed; the others are copied from the first source.
+    /// One element: only the lowest element is computed; all other elements are copied from the first source.
     Single,
     Double,
 }

@@ -94,8 +94,8 @@ impl Cpu {
     }
 
     /// Returns the PDPTEs of a guest that VMRUN enters. If the guest has PAE paging without nested paging, reads them
-    /// from memory; with nested paging, each page walk reads them (15.25.10). `None`: they are not in memory, or one
-    /// has reserved bits set.
+    /// from memory; with nested paging, each page walk reads them (15.25.10). `None`: the PDPTEs are not in memory, or
+    /// a PDPTE has reserved bits set.
     fn guest_pdptes(
         &mut self,
         guest: &Registers,
@@ -107,7 +107,7 @@ impl Cpu {
         }
     }
 
-    /// Reads PDPTEs. `None`: they are not in memory, or one is not valid.
+    /// Reads PDPTEs. `None`: the PDPTEs are not in memory, or a PDPTE is not valid.
     fn pdptes_if_valid(&mut self, cr3: u64) -> Result<Option<[u64; 4]>, Break> {
         match self.read_pdptes(cr3) {
             Ok(pdptes) => Ok(Some(pdptes)),
@@ -125,8 +125,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that TLB_CONTROL selects, as VMRUN does (15.16.2). The machine does not know ASIDs: it
-    /// has the nested translations of the last ASID only.
+    /// Drops the translations that TLB_CONTROL selects, as VMRUN does (15.16.2). The machine does not distinguish
+    /// ASIDs. It caches nested translations of the last ASID only.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
@@ -255,7 +255,7 @@ impl Cpu {
         (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
         self.state.pdptes = pdptes;
         self.load_world(&host);
-        // VMRUN is complete now. If the hypervisor's TF is set, it causes a single-step trap after VMRUN.
+        // VMRUN is complete now. If the hypervisor has set TF, a single-step trap follows VMRUN.
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }

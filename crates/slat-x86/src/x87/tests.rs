@@ -224,7 +224,7 @@ fn quick_handlers_do_what_the_reference_does() {
     let rounds = std::env::var("SLAT_X87_ROUNDS").map_or(400, |rounds| rounds.parse().unwrap());
     let (mut forms, mut differ) = (0, vec![]);
     for opcode in 0xd8..=0xdf {
-        // The first forms have a memory operand at RSI, the others only registers.
+        // The first forms have a memory operand at RSI; the remaining forms have only registers.
         for modrm in (0..8).map(|reg| reg << 3 | 6).chain(0xc0..=0xff) {
             let Some((op, quick, reference)) = both(&[opcode, modrm]) else {
                 continue;

@@ -114,7 +114,7 @@ impl At<'_> {
             .map(|_| self.leaf_removed::<F>())
     }
 
-    /// Clears the entry, which is an MMIO entry. This needs no flush: no TLB caches an MMIO entry.
+    /// Clears the entry, which is an MMIO entry. No flush is needed, because no TLB caches an MMIO entry.
     pub(crate) fn clear_mmio(&self) {
         self.put(0);
         if let Kept::Listed(listed) = self.kept {

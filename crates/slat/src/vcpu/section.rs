@@ -116,7 +116,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-/// A vCPU in its reader section ([`Vcpu::enter`]). The vCPU leaves the section when this is dropped.
+/// A vCPU in its reader section ([`Vcpu::enter`]). The vCPU leaves the section when this guard is dropped.
 #[must_use = "the vCPU leaves when this is dropped"]
 pub struct Entered<'v, P: Platform, F: Format>(&'v mut Vcpu<P, F>);
 

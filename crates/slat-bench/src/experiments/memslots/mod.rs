@@ -160,7 +160,7 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
-            // This makes the caches equally warm for all systems.
+            // Also run each of the other systems once, so that the caches are equally warm for all systems.
             for &other in variants.iter().filter(|variant| **variant != SLAT) {
                 measure(other, 1)?;
             }

@@ -61,7 +61,7 @@ pub(super) fn create_slot(vm: &Vm<Bare, Ept>) -> Result<(), Failure> {
     Ok(vm.set_memory_region(0, &SMALL.region(PAGES))?)
 }
 
-/// A state of the operation: it has not begun.
+/// A state of the operation: the operation has not begun.
 const BEFORE: u8 = 0;
 const DURING: u8 = 1;
 const AFTER: u8 = 2;

@@ -45,7 +45,7 @@ pub(crate) enum Exit {
     Attention,
     /// The processor has executed WFI.
     Wfi,
-    /// The processor has executed WFE or YIELD: it waits for another processor.
+    /// The processor has executed WFE or YIELD, by which a guest waits for another processor.
     Yield,
     /// The processor calls the firmware by HVC with this immediate. The program counter is after the instruction.
     Hvc(u16),

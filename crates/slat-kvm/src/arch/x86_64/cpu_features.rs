@@ -113,9 +113,9 @@ pub fn ext21_ecx() -> u32 {
 /// AMD's bits of leaf 0x8000_0001 EDX: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): once IBRS is set, it protects all modes. The other bits name vulnerabilities
-/// that the CPU does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP
-/// FBSDP PSDP BHI PBRSB GDS RFDS ITS.
+/// The value of IA32_ARCH_CAPABILITIES (SDM volume 4). IBRS_ALL says that IBRS, once it is set, protects all modes. The
+/// other bits name vulnerabilities that the CPU does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY
+/// SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 1
     | 1 << 3

@@ -66,7 +66,7 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
 }
 
 /// Carries out `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU is an
-/// exception: if not present, it keeps its value.
+/// exception: if the component is not present, PKRU keeps its value.
 ///
 /// # Errors
 /// `EINVAL` for components that the CPU does not have, for the compacted format, and for reserved words of the header.

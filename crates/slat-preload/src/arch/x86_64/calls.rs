@@ -40,8 +40,8 @@ pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
 }
 
 /// Returns the older call that the C library makes for the work of the given newer call. If the directory argument is
-/// the current directory, this is the call without a directory argument. The seccomp filters of programs expect the
-/// older call.
+/// the current directory, returns the older call without a directory argument. The seccomp filters of programs expect
+/// the older call.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     let [HERE, a, b, c, d, _] = arguments else {
         return (number, arguments);

@@ -44,7 +44,7 @@ macro_rules! handler {
     };
 }
 
-/// Sets the program's thread pointer, and calls `function` with the other arguments. Afterwards sets slat's thread
+/// Sets the program's thread pointer, and calls `function` with the remaining arguments. Afterwards sets slat's thread
 /// pointer again.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn call(

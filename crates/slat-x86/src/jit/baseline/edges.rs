@@ -240,7 +240,7 @@ impl Generator<'_> {
         next: Option<Block>,
     ) -> Result {
         let lists = &self.func.dfg.value_lists;
-        // If one of the targets comes next in the code, branch to the other one first.
+        // If one of the two targets follows in the code, make the conditional branch lead to the other target.
         let (condition, [first, second]) = match next == Some(calls[0].block(lists)) {
             true => (condition ^ 1, [calls[1], calls[0]]),
             false => (condition, calls),

@@ -67,7 +67,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether a value was computed already: it is in a register or a slot.
+    /// Whether a value was computed already, so that it is in a register or a slot.
     fn is_made(&self, value: Value) -> bool {
         self.places.register(value).is_some() || self.places.saved(value).is_some()
     }

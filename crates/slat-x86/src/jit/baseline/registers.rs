@@ -111,7 +111,7 @@ impl Generator<'_> {
     }
 
     /// Returns a locked register with a copy of a value, for an instruction that changes it into the result. At the
-    /// value's last use, this is the register of the value itself.
+    /// value's last use, returns the value's own register instead of a copy.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1

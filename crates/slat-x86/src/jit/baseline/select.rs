@@ -411,7 +411,7 @@ impl Generator<'_> {
     }
 
     /// Sets the host's flags by `value`. Returns the condition that holds if `value` is not 0. If `value` is the result
-    /// of a comparison that was not emitted yet, emits the comparison for that.
+    /// of a comparison that was not emitted yet, emits the comparison to set the flags.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();

@@ -25,7 +25,7 @@ const GIBS: u64 = (DATA >> 30) + 1;
 /// The maximum number of bytes from [`DATA`] on that L2 can use.
 pub const MOST_DATA: u64 = (SYSTEM_SIZE as u64 - NESTED_TABLES) / PAGE * LARGE;
 const LARGE: u64 = 2 << 20;
-/// The flags of nested entries: they map pages that a user may access, and that were accessed and written.
+/// The flags of entries in nested tables: present, writable, user, accessed, dirty.
 const FLAGS: u64 = PRESENT_WRITABLE | 1 << 2 | 1 << 5 | 1 << 6;
 
 /// The exit codes of SVM that this hypervisor uses.

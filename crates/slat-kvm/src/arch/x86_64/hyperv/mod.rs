@@ -44,9 +44,9 @@ impl Hyperv {
         result
     }
 
-    /// Makes a vCPU write the reference page again, if the guest has one. Call after the VM's clock or a vCPU's TSC was
-    /// set. Then raise [`RETRY`](crate::thread::bits::RETRY) for a vCPU: it writes the page before it executes guest
-    /// code.
+    /// Makes a vCPU write the guest's reference TSC page again, if the guest has such a page. Call after the VM's clock
+    /// or a vCPU's TSC was set. Then raise [`RETRY`](crate::thread::bits::RETRY) for a vCPU: it writes the page before
+    /// it executes guest code.
     pub(crate) fn clock_changed(&self) {
         self.with_partition(Partition::clock_changed);
     }

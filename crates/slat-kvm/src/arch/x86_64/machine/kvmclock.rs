@@ -20,7 +20,8 @@ impl VcpuMachine {
         self.common.attention.raise(bits::RETRY);
     }
 
-    /// Sets the MSR that enables the clock in its bit 0, and has the page's guest-physical address in the others.
+    /// Sets the MSR of the clock: bit 0 enables the clock, and the other bits are the guest-physical address of its
+    /// page.
     pub(crate) fn set_kvmclock(&mut self, value: u64) {
         self.store(index::KVM_SYSTEM_TIME_NEW, value);
         let page = (value & 1 != 0).then_some(value & !1);
@@ -122,7 +123,7 @@ impl VcpuMachine {
         let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
         let paused = told || is_own && self.guest_paused;
         let page = parameters.page(odd.wrapping_add(1), paused);
-        // The version is odd while the other fields change, so that readers on other vCPUs try again.
+        // The version is odd while the page's other fields change, so that readers on other vCPUs try again.
         let written = self.write_guest(at, &odd.to_le_bytes())
             && self.write_guest(at.wrapping_add(4), &page[4..])
             && self.write_guest(at, &page[..4]);

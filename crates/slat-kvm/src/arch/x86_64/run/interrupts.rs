@@ -130,8 +130,8 @@ impl VcpuObject {
         }
     }
 
-    /// Whether the client may inject another interrupt now. This is so if three conditions hold: the client emulates
-    /// the 8259, its last interrupt was accepted, and the local APIC lets the client inject interrupts.
+    /// Whether a client that emulates the 8259 may inject another interrupt now: the vCPU has accepted the client's
+    /// last interrupt, and the vCPU's local APIC, which slat emulates, accepts interrupts of an 8259.
     pub(crate) fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.arch.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
@@ -206,8 +206,7 @@ impl VcpuObject {
         if waits {
             return;
         }
-        // Clears both bits at once. If a SIPI arrives after this, it may belong to a later INIT, so its bit must stay
-        // set.
+        // Clear both bits at once. A SIPI that arrives later may belong to a later INIT, so its bit must stay set.
         let sent = common.arch.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
             inner.cpu.drop_guest_mode();

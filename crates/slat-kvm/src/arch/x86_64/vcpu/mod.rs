@@ -160,7 +160,7 @@ impl Inner {
         self.cpu.is_unfinished() || machine.ioapic_eoi.is_some() || machine.hyperv.exit.is_some()
     }
 
-    /// Drops all translations: those of the CPU, and those that the CPU's machine keeps.
+    /// Drops all translations that the CPU and its machine have cached.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();
         self.machine.forget_pages();

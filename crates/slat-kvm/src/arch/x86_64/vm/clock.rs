@@ -247,7 +247,7 @@ mod tests {
         }
 
         /// Returns the time, in nanoseconds, that the guest computes from Hyper-V's page. If the page tells the guest
-        /// to read the counter MSR instead, returns that time.
+        /// to read the counter MSR instead, returns the time of this MSR.
         fn hyperv_clock(&self, vcpu: usize) -> u64 {
             let words = [0, 8, 16].map(|offset| self.word(HYPERV_PAGE + offset));
             if words[0] as u32 == 0 {

@@ -137,7 +137,7 @@ fn rom(program: &Program) -> Vec<u8> {
         rom[at..at + 8].copy_from_slice(&register.to_le_bytes());
     }
     rom[CODE..][..code().len()].copy_from_slice(code());
-    // This is a jump to CODE, which is within the last 64 KiB.
+    // The reset vector has a jump to CODE, which is within the last 64 KiB below 4 GiB.
     let distance = (CODE as i64 - (RESET as i64 + 3)) as i16;
     rom[RESET] = 0xe9;
     rom[RESET + 1..RESET + 3].copy_from_slice(&distance.to_le_bytes());

@@ -230,7 +230,7 @@ impl VcpuMachine {
                 ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
             }
         }
-        // If this vCPU is a target, it finds its attention bit set after this instruction.
+        // If the calling vCPU is a target, it finds its attention bit set after the hypercall's instruction.
         self.outside(|machine| {
             machine.vm.engine.synchronize_those(&|attention| {
                 attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0
