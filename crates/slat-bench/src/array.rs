@@ -292,7 +292,7 @@ impl ArrayVm {
         match Arc::get_mut(&mut copy) {
             Some(set) => set.copy_with(&now, old, new),
             None => {
-                // A reader still uses the spare array, so a new array is made.
+                // A reader still uses the array that was kept for reuse, so a new array is made.
                 let mut set = Set::default();
                 set.copy_with(&now, old, new);
                 copy = Arc::new(set);

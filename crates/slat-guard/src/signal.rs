@@ -57,7 +57,7 @@ pub fn restorer() -> usize {
 }
 
 global! {
-    /// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
+    /// The actions that the program has set for SIGSEGV, SIGBUS and the kick signal.
     static CHAINED: [Chained; 3] = [Chained::new(), Chained::new(), Chained::new()];
 }
 static INSTALLED: Prepared = Prepared::new();
@@ -461,7 +461,7 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             if has(libc::SA_NODEFER) {
                 change_mask(libc::SIG_UNBLOCK, 1 << (sig - 1));
             }
-            // SAFETY: the client has installed this function for this signal.
+            // SAFETY: the program has installed this function for this signal.
             unsafe { call_program(function, sig, info, context) };
         }
     }

@@ -276,7 +276,7 @@ impl Generator {
         }
     }
 
-    /// Returns changes of several slots at once: combinations that clients use, and random ones.
+    /// Returns changes of several slots at once: combinations that VMMs use, and random ones.
     fn regions(&mut self, model: &GuestModel) -> Vec<Change> {
         let first = self.some_slot(model).map(|id| (id, model.slots[&id]));
         let second = self.some_slot(model).map(|id| (id, model.slots[&id]));

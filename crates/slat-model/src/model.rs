@@ -144,11 +144,11 @@ impl ModelSlot {
 /// The correct result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// MMIO: the client emulates the access.
+    /// MMIO: the VMM emulates the access.
     Mmio,
     /// KVM_RUN fails with EFAULT.
     BadAddress,
-    /// The page is not present yet. The client brings it, and the access is tried again.
+    /// The page is not present yet. The VMM brings it, and the access is tried again.
     Absent,
     /// The frame is private, and no private memory backs it.
     Private,
@@ -228,7 +228,7 @@ pub struct GuestModel {
     pub capacity: u64,
     /// Memslots by id.
     pub slots: BTreeMap<u32, ModelSlot>,
-    /// The settings that the client has made by `KVM_ENABLE_CAP`.
+    /// The settings that the VMM has made by `KVM_ENABLE_CAP`.
     pub mode: LogMode,
     logs: BTreeMap<u32, Log>,
     /// The id of each slot, by the slot's first frame.

@@ -96,14 +96,14 @@ pub enum Op {
         /// The value of every word of the bitmap.
         pattern: u64,
     },
-    /// The client enables KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
+    /// The VMM enables KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualLog {
         /// Whether KVM_GET_DIRTY_LOG leaves the log and its pages unchanged.
         manual: bool,
         /// Whether a new dirty log initially has all bits set.
         initially_set: bool,
     },
-    /// The client collects entries of a vCPU's dirty ring.
+    /// The VMM collects entries of a vCPU's dirty ring.
     Collect {
         /// The vCPU.
         vcpu: usize,

@@ -43,7 +43,7 @@ pub enum Event {
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
 type TraceHook = Box<dyn Fn(slat::Event) + Send + Sync>;
 
-/// Makes every thread that resolves a page in `closed` sleep until the gate is opened.
+/// A gate of the test: every thread that resolves a page in `closed` sleeps until the test opens the gate.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<Option<Range<Hva>>>,
@@ -157,13 +157,13 @@ impl SimMachine {
         *self.gate.closed.lock().unwrap() = Some(range);
     }
 
-    /// Wakes all threads that sleep at the gate.
+    /// Opens the gate, and wakes all threads that sleep at it because they resolved a page behind it.
     pub fn open_gate(&self) {
         *self.gate.closed.lock().unwrap() = None;
         self.gate.opened.notify_all();
     }
 
-    /// Returns the number of threads that sleep at the gate.
+    /// Returns the number of threads that sleep because they resolved a page behind the closed gate.
     pub fn waiting_at_gate(&self) -> usize {
         self.gate.waiting.load(SeqCst)
     }

@@ -1,4 +1,4 @@
-//! Sets memslots as KVM's clients do.
+//! Sets memslots as VMMs do.
 
 use slat::{Format, Platform, Region, RegionError, Vm};
 

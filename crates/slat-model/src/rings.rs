@@ -1,4 +1,4 @@
-//! The client's side of a dirty ring (KVM's API document, section 8.29).
+//! The VMM's side of a dirty ring (KVM's API document, section 8.29).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,14 +26,14 @@ impl DirtyPage {
     }
 }
 
-/// A reference to the memory of one ring, and the client's position in the ring.
+/// A reference to the memory of one ring, and the VMM's position in the ring.
 pub struct RingClient {
     entries: Arc<[DirtyGfn]>,
-    /// The pages of the ring entries that the client has seen and that were not reset, oldest first.
+    /// The pages of the ring entries that the VMM has seen and that were not reset, oldest first.
     in_use: VecDeque<DirtyPage>,
-    /// The index after the last ring entry that the client has seen.
+    /// The index after the last ring entry that the VMM has seen.
     seen: u32,
-    /// The index after the last ring entry that the client has collected.
+    /// The index after the last ring entry that the VMM has collected.
     collected: u32,
 }
 

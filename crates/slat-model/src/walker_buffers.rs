@@ -7,10 +7,10 @@ use slat::Gfn;
 
 use crate::setup::VCPUS;
 
-/// An address space, and a frame in it whose dirty bit a walker has set.
+/// An address space, and a frame in it whose dirty bit a page walker has set.
 type Written = (usize, Gfn);
 
-/// The buffers in which the walkers of all vCPUs record written pages (Intel: PML).
+/// The buffers in which the page walkers of all vCPUs record written pages (Intel: PML).
 #[derive(Default)]
 pub(crate) struct WalkerBuffers([Mutex<Vec<Written>>; VCPUS]);
 

@@ -21,8 +21,8 @@ pub(crate) fn is_own_thread() -> bool {
     IS_OWN.get()
 }
 
-/// Makes a system call with up to six arguments, through the [`gate`]. Returns the result of the kernel: an error is a
-/// negative errno. Async-signal-safe.
+/// Makes a system call with up to six arguments, through the [`gate`] (the instruction by which slat enters the
+/// kernel). Returns the result of the kernel: an error is a negative errno. Async-signal-safe.
 ///
 /// # Safety
 /// - The caller may use and change the memory, mappings and descriptors that the call uses or changes.

@@ -41,7 +41,7 @@ pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
-/// Makes a system call through the gate.
+/// Makes a system call through the gate, the instruction by which slat enters the kernel.
 ///
 /// # Safety
 /// The requirements of [`raw`](crate::calls::raw).
@@ -65,7 +65,7 @@ pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(own as *const () as *mut (), number, arguments) }
 }
 
-/// Moves the gate: from now on, slat enters the kernel at `address`.
+/// Moves the gate: from now on, slat enters the kernel by the instruction at `address`.
 ///
 /// # Safety
 /// - From now on, the instruction that enters the kernel and a `ret` are at `address`.

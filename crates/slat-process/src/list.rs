@@ -103,7 +103,7 @@ calls! {
     Read: Helper "pread64", SYS_pread64;
     /// Closes slat's own descriptors.
     Close: Helper "close", SYS_close;
-    /// Makes slat's own descriptor of the client's eventfd.
+    /// Makes slat's own descriptor of the program's eventfd.
     Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
     /// Asks whether an eventfd is non-blocking.
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];

@@ -20,10 +20,10 @@
 //!
 //! A tracepoint that is on writes one record of 64 bytes to the ring of its thread. The ring is part of a shared
 //! mapping of the file, so all records written before the process is killed are in the file. A tracepoint makes no
-//! system call, allocates nothing, takes no lock and never waits. So a seccomp filter of the client does not affect it.
-//! All other work is done when recording begins and when a vCPU is created: the (sparse) file gets its greatest length,
-//! all of the file is mapped, and the pages of a few rings are allocated in advance. A thread claims a ring at its
-//! first record, by one compare-exchange. If no ring is left, the thread's records are lost, and counted.
+//! system call, allocates nothing, takes no lock and never waits. So a seccomp filter of the program does not affect
+//! it. All other work is done when recording begins and when a vCPU is created: the (sparse) file gets its greatest
+//! length, all of the file is mapped, and the pages of a few rings are allocated in advance. A thread claims a ring at
+//! its first record, by one compare-exchange. If no ring is left, the thread's records are lost, and counted.
 //!
 //! A full ring overwrites its oldest records. The ring counts all records ever written, in total and for each
 //! tracepoint. So the totals of a trace are exact even if records were overwritten.

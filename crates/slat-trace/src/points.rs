@@ -98,9 +98,9 @@ crate::arch::with_own_points! { points:
     kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
     /// The accessed bits of leaves are read, and perhaps cleared.
     kvm kvm_age_hva: AgeHva { start: u64, end: u64 }
-    /// A page was written, and is now in the dirty ring for the client. The upper half of `slot` is the address space.
+    /// A page was written, and is now in the dirty ring for the VMM. The upper half of `slot` is the address space.
     kvm kvm_dirty_ring_push: DirtyRingPush { dirty_index: u32, reset_index: u32, slot: u32, offset: u64 }
-    /// A dirty ring was searched for pages that the client has collected.
+    /// A dirty ring was searched for pages that the VMM has collected.
     kvm kvm_dirty_ring_reset: DirtyRingReset { dirty_index: u32, reset_index: u32 }
     /// `KVM_RUN` returns because the dirty ring of the vCPU is full.
     kvm kvm_dirty_ring_exit: DirtyRingExit { vcpu_id: u32 }
@@ -145,7 +145,7 @@ const _: () = assert!(POINTS.len() <= u64::BITS as usize);
 
 /// Values of `type` of `kvm_mmio`: KVM_TRACE_MMIO_* of Linux.
 pub mod mmio {
-    /// A read that the client completes.
+    /// A read that the VMM completes.
     pub const READ_UNSATISFIED: u32 = 0;
     /// A read, with its value.
     pub const READ: u32 = 1;

@@ -20,7 +20,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The number of rings for which a file has space.
 const MOST_RINGS: u64 = 256;
-/// The number of rings allocated at the start: for slat's own threads, and for threads of the client that run no vCPU.
+/// The number of rings allocated at the start: for slat's own threads, and for threads of the program that run no vCPU.
 const FIRST_RINGS: u64 = 8;
 
 /// The error when the disk is full.
@@ -247,7 +247,7 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
 }
 
 /// Allocates one more ring, for the thread of a new vCPU. No ring is added if there is no space, or if a seccomp filter
-/// of the client forbids the system calls. Then a thread may find no ring; the records of such a thread are lost, and
+/// of the program forbids the system calls. Then a thread may find no ring; the records of such a thread are lost, and
 /// counted.
 pub fn add_ring() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {

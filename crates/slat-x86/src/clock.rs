@@ -79,7 +79,7 @@ impl Clock {
 
     /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"). Also call for
     /// interrupts and far transfers, because guests use these to start code that a device has loaded. The next block
-    /// sees all earlier stores of the client and of devices to code.
+    /// sees all earlier stores of the VMM and of devices to code.
     pub(crate) fn serialize(&mut self) {
         self.epochs = self.epochs.map(|epoch| epoch + 1);
         self.change();
@@ -87,8 +87,8 @@ impl Clock {
 
     /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises only user code, because every
     /// page fault in user code ends with one: if it also serialised supervisor code, comparing that code with memory
-    /// again for the next fault would cost more than the rest of the fault. Supervisor code sees a store by the client
-    /// or a device after the next event that serialises all code. Such events, interrupts for example, are frequent.
+    /// again for the next fault would cost more than the rest of the fault. Supervisor code sees a store by the VMM or
+    /// a device after the next event that serialises all code. Such events, interrupts for example, are frequent.
     pub(crate) fn serialize_return(&mut self) {
         if !self.is_user {
             return self.serialize();

@@ -27,8 +27,8 @@
 //!   CPUs, which read these words at each block boundary anyway. So a CPU sees another CPU's store before its next
 //!   block. A CPU's own store ends its running block (`Cpu::note_store`). A CPU clears the bit before it reads the
 //!   version, so a change after that sets the bit again.
-//! - **Stores by the client or a device** are not recorded in this table. So code is compared with memory again when a
-//!   run begins, and after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a
+//! - **Stores by the VMM or a device** are not recorded in this table. So code is compared with memory again when a run
+//!   begins, and after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a
 //!   comparison of user code alone (`Clock::serialize_return`).
 //! - **Pages that no longer hold code.** After [`STRIKES`] stores without a comparison in between, a page's mark is
 //!   removed. Otherwise stores to the page would stay slow forever.
@@ -113,14 +113,15 @@ pub struct CodePages {
 
 /// What the other CPUs can read of a [`Member`].
 struct Seat {
-    /// The version that the CPU has heeded: the CPU does not use older code.
+    /// The version whose changes the CPU has acted on (heeded): the CPU does not use code from before this version.
     heeded: AtomicU64,
     /// The attention word of the CPU's current run; null if the CPU does not run. The word is alive until
     /// [`Member::leave`] has cleared this pointer.
     attention: AtomicPtr<AtomicU32>,
 }
 
-/// Points to the seat of a [`Member`]. The member owns the seat, and removes it from the list before dropping it.
+/// Points to the seat of a [`Member`]: the part of a CPU's state that other CPUs can read. The member owns the seat,
+/// and removes it from the list before dropping it.
 struct SeatOf(NonNull<Seat>);
 
 // SAFETY: a seat consists of atomics, which any thread may use.
@@ -220,7 +221,7 @@ impl Change<'_> {
         version
     }
 
-    /// Returns the version that all running CPUs have heeded.
+    /// Returns the latest version whose changes all running CPUs have acted on (heeded).
     fn heeded_by_all(&self) -> u64 {
         let version = self.pages.version.load(Relaxed);
         let heeded = self.running().map(|(seat, _)| seat.heeded.load(Acquire));
@@ -232,12 +233,12 @@ impl Change<'_> {
 pub(crate) struct Member {
     pages: Arc<CodePages>,
     seat: Box<Seat>,
-    /// A version that all running CPUs have heeded. Kept to avoid the lock.
+    /// A version whose changes all running CPUs have acted on (heeded). Stored here so that a comparison needs no lock.
     heeded_by_all: u64,
 }
 
 impl Member {
-    /// Makes a member that does not run yet.
+    /// Adds a CPU to the group of CPUs that share `pages`. The CPU does not run yet.
     pub(crate) fn try_new(pages: Arc<CodePages>) -> Result<Self, OutOfMemory> {
         let seat = heap::boxed(Seat {
             heeded: AtomicU64::new(0),

@@ -37,7 +37,8 @@ impl Executor {
         })
     }
 
-    /// Does the work of [`complete`](Self::complete). Call in a run that has acted on changes of code (`Member::heed`).
+    /// Does the work of [`complete`](Self::complete). Call in a run, after the CPU has acted on other CPUs' changes of
+    /// code (`Member::heed`).
     pub(crate) fn finish(&mut self, attention: &AtomicU32) -> Option<Exit> {
         loop {
             if let Some(write) = self.next_mmio_write() {

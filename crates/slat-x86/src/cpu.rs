@@ -421,7 +421,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the paging state for a translation on behalf of a client: supervisor mode without SMAP.
+    /// Returns the paging state for a translation on behalf of a VMM: supervisor mode without SMAP.
     pub fn client_paging(&self) -> Paging {
         self.paging_for(SUPERVISOR_AC)
     }

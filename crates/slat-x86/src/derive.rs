@@ -29,7 +29,7 @@ impl Cpu {
         }
     }
 
-    /// Call after the client or an instruction has changed the state. Computes mode, CPL and TLB table. If registers on
+    /// Call after the VMM or an instruction has changed the state. Computes mode, CPL and TLB table. If registers on
     /// which translations depend have changed, flushes the translations and returns `true`.
     pub(crate) fn derive(&mut self) -> bool {
         let state = &self.state;

@@ -103,7 +103,7 @@ impl Output {
 /// State of the accesses to devices that are in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// The number of reads that the current execution of the instruction has completed with data from the client.
+    /// The number of reads that the current execution of the instruction has completed with data from the VMM.
     pub(crate) taken: usize,
     /// The read whose data the last run ended to ask for.
     pub(crate) asked: Option<Fragment>,

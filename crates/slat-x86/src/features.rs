@@ -179,7 +179,7 @@ impl Features {
             cr4,
             efer,
             xcr0: told & components() | xcr0::X87,
-            // Use the client's offset only if it is aligned, after the header, and below a limit that no known CPU
+            // Use the VMM's offset only if it is aligned, after the header, and below a limit that no known CPU
             // reaches.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,

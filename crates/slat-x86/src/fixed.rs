@@ -11,7 +11,7 @@ use crate::heap::Zeroed;
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
-    /// The data that the client has provided for the reads of the instruction at RIP, in the order of the reads.
+    /// The data that the VMM has provided for the reads of the instruction at RIP, in the order of the reads.
     pub(crate) answers: Fragments,
     /// Writes that the device model has not received yet.
     pub(crate) writes: Fragments,

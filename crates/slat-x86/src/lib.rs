@@ -68,8 +68,8 @@
 //! - An instruction that faults has changed nothing.
 //! - LOCKed operations are atomic among CPUs on several threads.
 //! - Overwritten code is not executed from the block cache: after a store by this CPU, from the next instruction on;
-//!   after a store by another CPU, from the next block on; after a store by the client or a device, from the next run
-//!   or serialising instruction on. An IRET to user code serialises only user code.
+//!   after a store by another CPU, from the next block on; after a store by the VMM or a device, from the next run or
+//!   serialising instruction on. An IRET to user code serialises only user code.
 //!
 //! The caller must call `slat_guard::install` before it runs a CPU.
 //!

@@ -4,7 +4,7 @@ use crate::op::{LONGEST_INSTRUCTION, Op};
 
 /// An instruction that waits for the data of MMIO reads, in its decoded form.
 ///
-/// The instruction is executed again from this copy. It is not fetched again, because the client may have patched it
+/// The instruction is executed again from this copy. It is not fetched again, because the VMM may have patched it
 /// meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Reader {

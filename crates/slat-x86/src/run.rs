@@ -32,7 +32,7 @@ impl Executor {
     }
 
     /// Calls `f`, which executes instructions of the guest. Before the call, updates the data that is derived from the
-    /// state, because the client may have changed the state. After the call, the whole state is in
+    /// state, because the VMM may have changed the state. After the call, the whole state is in
     /// [`State`](crate::State).
     pub(crate) fn entered<T>(
         &mut self,

@@ -235,7 +235,7 @@ impl Events {
     }
 }
 
-/// All state that a guest program can read or a client can set. It is complete while the CPU does not run.
+/// All state that a guest program can read or a VMM can set. It is complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 #[repr(C)]

@@ -19,13 +19,13 @@ use crate::table::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MmuKind {
-    /// A tree of tables for a second-level walker (KVM: `tdp_mmu=1`). Faults run in parallel.
+    /// A tree of tables for a second-level page walker (KVM: `tdp_mmu=1`). Faults run in parallel.
     #[default]
     Tdp,
     /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): a reverse map finds the leaves of a guest frame, and
     /// the number of tables is limited. For formats without break-before-make.
     Direct,
-    /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`). These tables translate
+    /// Shadow pages for the page walker of a CPU without a second level (KVM: `ept=0`, `npt=0`). These tables translate
     /// guest-virtual addresses to host frames, and are made from the guest's tables
     /// ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's tables of five levels ([`X86<5>`](crate::format::X86)).
     Shadow,

@@ -234,7 +234,7 @@ words! {
     DirtyLogMethod, "write-protect, dirty-bit, buffer":
     /// A page is write-protected until the write fault of the first write to it has recorded it.
     WriteProtect = "write-protect",
-    /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
+    /// The page walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
     /// Like [`Self::DirtyBit`], but the walker also writes to a buffer the page of each dirty bit that it sets (Intel's
     /// PML, Arm's HDBSS). So a harvest reads only the leaves of these pages ([`Vm::drain`](crate::Vm::drain)). Not used

@@ -44,7 +44,7 @@ pub(super) struct Frame {
     pub(super) helpers: *const (),
     /// The [`Mmu`](crate::mmu::Mmu). Its type depends on the embedder's `Hypervisor`, which the helpers know.
     pub(super) machine: *mut (),
-    /// The flags at the last checkpoint, if the checkpoint did not write them to the state.
+    /// The flags at the last [checkpoint](super::plan), if the checkpoint did not write them to the state.
     pub(super) flags: SavedFlags,
     /// Not 0 while the host's floating-point unit is prepared for compiled code.
     pub(super) floats: u64,

@@ -27,7 +27,7 @@ pub(super) struct Step {
     /// `None`: the instruction is UNDEFINED.
     pub(super) insn: Option<Insn>,
     pub(super) flow: Flow,
-    /// Whether compiled code makes a checkpoint before the instruction.
+    /// Whether compiled code makes a [checkpoint](self) before the instruction.
     pub(super) is_checkpoint: bool,
     pub(super) uses: Uses,
 }

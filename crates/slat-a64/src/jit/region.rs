@@ -15,7 +15,8 @@ pub(super) struct Region {
 }
 
 impl Region {
-    /// If a host address is that of a guarded access of this region, returns the last checkpoint before the access.
+    /// If a host address is that of a guarded access of this region, returns the last [checkpoint](super::plan) before
+    /// the access.
     pub(super) fn point_at(&self, address: u64) -> Option<Point> {
         let offset = self.chunk.offset_of(address as usize)?;
         let number = self.guarded.find(offset)?;

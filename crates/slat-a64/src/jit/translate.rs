@@ -269,7 +269,7 @@ impl<'a> Translator<'a> {
         self.return_number(CONTINUE);
     }
 
-    /// Adds the blocks that leave at checkpoints, and ends the function.
+    /// Adds the blocks that leave at [checkpoints](super::plan), and ends the function.
     fn finish(mut self) -> Translated {
         for (number, block) in std::mem::take(&mut self.leaves) {
             self.v.b.switch_to_block(block);

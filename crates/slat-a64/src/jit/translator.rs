@@ -27,8 +27,8 @@ use std::vec::Vec;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Point {
     pub(super) pc: u64,
-    /// The number of instructions from the checkpoint to the end of the block. They were counted at the beginning of
-    /// the block.
+    /// The number of instructions from the [checkpoint](super::plan) to the end of the block. They were counted at the
+    /// beginning of the block.
     pub(super) uncounted: i64,
     /// Whether the frame, and not the state, has the flags.
     pub(super) has_flags: bool,
@@ -47,7 +47,7 @@ pub(super) struct Now {
     pub(super) dirty: u64,
     /// The flags, if the block has set them.
     pub(super) flags: Option<[Truth; 4]>,
-    /// Whether the last checkpoint has saved the current flags to the frame.
+    /// Whether the last [checkpoint](super::plan) has saved the current flags to the frame.
     pub(super) has_saved_flags: bool,
     /// The values of vector registers that the block can reuse.
     pub(super) vectors: [Known; 32],
@@ -68,7 +68,7 @@ pub(super) struct Translator<'a> {
     /// The addresses in the region to which called functions return ([`Plan::returns`](super::plan::Plan::returns)).
     pub(super) returns: Vec<u64>,
     pub(super) points: Vec<Point>,
-    /// The blocks that leave at a checkpoint, by the checkpoint's index in `points`.
+    /// The blocks that leave at a [checkpoint](super::plan), by the checkpoint's index in `points`.
     pub(super) leaves: HashMap<usize, Block>,
     pub(super) functions: Vec<Kept>,
 }
@@ -235,8 +235,8 @@ impl Translator<'_> {
         self.v.set_field(offset_of!(Frame, budget), budget);
     }
 
-    /// Emits a checkpoint before the current instruction. If `reads_state`, the instruction reads registers in the
-    /// state itself, so the flags are written to the state, too, instead of the frame.
+    /// Emits a [checkpoint](super::plan) before the current instruction. If `reads_state`, the instruction reads
+    /// registers in the state itself, so the flags are written to the state, too, instead of the frame.
     pub(super) fn checkpoint(&mut self, reads_state: bool) {
         if reads_state {
             self.write_back();
@@ -259,7 +259,7 @@ impl Translator<'_> {
         self.v.b.set_srcloc(SourceLoc::new(number as u32));
     }
 
-    /// Returns the block that leaves to the interpreter at the last checkpoint.
+    /// Returns the block that leaves to the interpreter at the last [checkpoint](super::plan).
     pub(super) fn leave(&mut self) -> Block {
         let number = self.points.len() - 1;
         *self.leaves.entry(number).or_insert_with(|| {
@@ -269,7 +269,7 @@ impl Translator<'_> {
         })
     }
 
-    /// Leaves to the interpreter at the last checkpoint if a value is not 0.
+    /// Leaves to the interpreter at the last [checkpoint](super::plan) if a value is not 0.
     pub(super) fn leave_if(&mut self, wrong: Value) {
         let leave = self.leave();
         let on = self.v.b.create_block();

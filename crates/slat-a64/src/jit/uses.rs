@@ -24,8 +24,9 @@ pub(super) struct Uses {
     /// Whether the instruction changes memory, or state other than the registers in `writes`. If so, the interpreter
     /// cannot restart at an earlier instruction after it.
     pub(super) changes: bool,
-    /// Whether the instruction needs a checkpoint of its own, because it needs all registers in the state, or because
-    /// it may end early after it has changed memory. The interpreter then restarts no earlier than at this instruction.
+    /// Whether the instruction needs a [checkpoint](super::plan) of its own, because it needs all registers in the
+    /// state, or because it may end early after it has changed memory. The interpreter then restarts no earlier than at
+    /// this instruction.
     pub(super) is_alone: bool,
     /// Whether the instruction reads registers of the state other than those in `reads`.
     pub(super) reads_state: bool,

@@ -159,7 +159,7 @@ impl Process {
             .ok_or_else(|| self.nonsense(&line))
     }
 
-    /// Returns the values of all registers of a vCPU. `None`: the vCPU does not exist, or the client is using it.
+    /// Returns the values of all registers of a vCPU. `None`: the vCPU does not exist, or the VMM is using it.
     pub fn registers(&mut self, vcpu: u32) -> Result<Option<[u8; BLOCK]>, String> {
         let value = self.value(&format!("get {vcpu}"))?;
         Ok(value.and_then(|bytes| bytes.try_into().ok()))

@@ -40,7 +40,7 @@ pub struct Part {
 /// A memslot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slot {
-    /// The id that the client gave to the memslot.
+    /// The id that the VMM gave to the memslot.
     pub id: u64,
     /// The host-virtual address of the memslot's first byte.
     pub hva: u64,

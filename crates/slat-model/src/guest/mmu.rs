@@ -125,8 +125,8 @@ pub trait GuestMmu {
     /// [`Self::access`] has translated every part of the store to a page that is not tracked.
     fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
 
-    /// Called after the client has written guest memory. An MMU does not track such stores. So the client afterwards
-    /// sets the registers of all vCPUs to their current values (KVM_SET_SREGS), which flushes.
+    /// Called after the VMM has written guest memory. An MMU does not track such stores. So the VMM afterwards sets the
+    /// registers of all vCPUs to their current values (KVM_SET_SREGS), which flushes.
     fn client_stored(&mut self);
 
     /// Called after an instruction has written a register. `new` includes the PDPTEs that the instruction has loaded.

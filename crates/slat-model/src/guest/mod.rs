@@ -15,9 +15,9 @@
 //! Two vCPUs share a guest memory of some dozen pages, and a few tables in all paging modes, which refer to each other
 //! and to themselves. The guest stores whole entries, parts of one entry and parts of two, with and without a LOCK
 //! prefix, through its own mappings or at physical addresses. The guest accesses addresses with all privileges,
-//! executes INVLPG and INVPCID, and writes control registers. The client changes memslots and collects dirty logs, and
-//! the host replaces pages. The judge checks each outcome, and each flag that the MMU sets in an entry. If a run fails,
-//! the message ends with a short sequence of its operations that fails, too ([`GuestFailure`]).
+//! executes INVLPG and INVPCID, and writes control registers. The VMM changes memslots and collects dirty logs, and the
+//! host replaces pages. The judge checks each outcome, and each flag that the MMU sets in an entry. If a run fails, the
+//! message ends with a short sequence of its operations that fails, too ([`GuestFailure`]).
 //!
 //! The comment of `oracle.rs` has the judge's rules, and explains why they are neither too strict nor too lax.
 //! [`CachingMmu`] tests the judge: it caches everything that it may cache. There is also a [`CachingMmu`] with each

@@ -75,7 +75,7 @@ pub(super) enum GuestOp {
         operand: [u8; 8],
         bytes: usize,
     },
-    /// The client writes guest memory, and then sets the registers of all vCPUs to their current values.
+    /// The VMM writes guest memory, and then sets the registers of all vCPUs to their current values.
     ClientStore {
         gpa: u64,
         operand: [u8; 8],

@@ -327,7 +327,7 @@ impl Oracle {
         }
     }
 
-    /// Records a flush of all vCPUs. Call after the client has set the registers of all vCPUs.
+    /// Records a flush of all vCPUs. Call after the VMM has set the registers of all vCPUs.
     pub fn flush_all(&mut self) {
         let now = self.tick();
         for Cpu { registers, flushes } in &mut self.cpus {

@@ -116,7 +116,7 @@ impl GuestSubject {
         })
     }
 
-    /// Runs a guest for `accesses` accesses, which the seed determines. In every fourth run, the client writes guest
+    /// Runs a guest for `accesses` accesses, which the seed determines. In every fourth run, the VMM writes guest
     /// memory, too.
     ///
     /// # Panics

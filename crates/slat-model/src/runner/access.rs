@@ -433,7 +433,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Executes KVM_PRE_FAULT_MEMORY. Like a client, repeats the call for the remaining range.
+    /// Executes KVM_PRE_FAULT_MEMORY. Like a VMM, repeats the call for the remaining range.
     pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
         let end = gpa.saturating_add(bytes);
         if end == gpa {

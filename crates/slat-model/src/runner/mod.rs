@@ -343,8 +343,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("address space changed");
     }
 
-    /// Checks that no leaf that a walker may have cached maps one of `pages`. The error describes such a leaf. Call
-    /// during an invalidation of `pages`.
+    /// Checks that no leaf that a page walker may have cached maps one of `pages`. The error describes such a leaf.
+    /// Call during an invalidation of `pages`.
     fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         let frames = OnceCell::new();
         let sorted = || {
@@ -538,7 +538,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         self.check_still_mapped(&known, false);
         if most == usize::MAX && in_place {
-            // A new pass from the beginning must find no table that a huge leaf can replace.
+            // A new promotion of the whole memory must find no table that a huge leaf can replace.
             self.promotion = Promotion::default();
             self.vm.promote(&mut self.promotion, most);
             assert_eq!(self.promotion, Promotion::default());

@@ -11,7 +11,7 @@ use crate::machine::Machine;
 use crate::model::Expected;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Makes the walker of vCPU `i` write to `gpa`, if the tables allow the write.
+    /// Makes the page walker of vCPU `i` write to `gpa`, if the tables allow the write.
     pub(super) fn walk_for_write(&mut self, i: usize, gpa: u64) {
         let (gfn, space) = (gpa >> F::GRANULE.shift(), self.cpus[i].space);
         let Some((entry, level)) = self.walk(space, gfn) else {

@@ -44,7 +44,7 @@ impl Inner {
         self.ghosts.append(&mut left);
     }
 
-    /// Calls `each` for a ghost, and for all entries that a walker reaches through it.
+    /// Calls `each` for a ghost, and for all entries that a page walker reaches through it.
     pub(super) fn each_cached(&self, ghost: &Ghost, each: &mut impl FnMut(Place, Value)) {
         each(ghost.place, ghost.value);
         if let Some(frame) = ghost.value.table() {

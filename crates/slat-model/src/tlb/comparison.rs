@@ -12,8 +12,8 @@ use super::table::Table;
 use super::{FINDINGS, Inner};
 
 impl Inner {
-    /// Adds the table in `frame` to the model. A walker can now reach this table through an entry of the table `above`.
-    /// The table's first entry is at `place`.
+    /// Adds the table in `frame` to the model. A page walker can now reach this table through an entry of the table
+    /// `above`. The table's first entry is at `place`.
     pub(super) fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
@@ -83,7 +83,7 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // The entry was removed. A walker that reaches the table has cached the entry, with its old right,
+                // The entry was removed. A page walker that reaches the table has cached the entry, with its old right,
                 // before that.
                 _ => return false,
             }
@@ -93,7 +93,7 @@ impl Inner {
     }
 
     /// Removes the right to write from the copies of the table in `frame` and of the tables below it. The removed
-    /// rights become ghosts, because a walker may have cached them.
+    /// rights become ghosts, because a page walker may have cached them.
     fn protect_below(&mut self, frame: Pfn) {
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;

@@ -25,7 +25,7 @@ impl Place {
     }
 }
 
-/// The parts of a valid entry that a walker uses.
+/// The parts of a valid entry that a page walker uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Table {
@@ -39,7 +39,7 @@ pub(super) enum Value {
         memory: MemoryType,
         write: bool,
         execute: bool,
-        /// Whether the dirty bit was set. A walker that has cached a dirty leaf does not set the bit again.
+        /// Whether the dirty bit was set. A page walker that has cached a dirty leaf does not set the bit again.
         dirty: bool,
     },
 }
@@ -131,7 +131,7 @@ pub(super) struct Ghost {
 }
 
 impl Ghost {
-    /// Whether `value` at `place` conflicts with this ghost: a walker that may hold the ghost must not find such a
+    /// Whether `value` at `place` conflicts with this ghost: a page walker that may hold the ghost must not find such a
     /// value.
     pub(super) fn conflicts(&self, place: &Place, value: &Value) -> bool {
         if self.place.space != place.space || !overlap(&self.place.gfns(), &place.gfns()) {
@@ -140,8 +140,8 @@ impl Ghost {
         if self.place.level == place.level {
             return !self.value.means(value);
         }
-        // A leaf that a walker has reached through a removed table does not conflict with another table, but with that
-        // other table's entries. A leaf conflicts with everything that is cached below it, and with a larger leaf.
+        // A leaf that a page walker has reached through a removed table does not conflict with another table, but with
+        // that other table's entries. A leaf conflicts with everything that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
             (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,

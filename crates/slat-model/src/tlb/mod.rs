@@ -61,7 +61,7 @@ struct Inner {
     walker: Option<Walker>,
     /// The function that returns the entries in a table frame.
     entries: Option<Box<dyn Fn(Pfn) -> NonNull<Entries> + Send>>,
-    /// The tables that a walker can reach.
+    /// The tables that a page walker can reach.
     tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
     /// The number of ghosts made so far.
@@ -76,9 +76,9 @@ struct Inner {
 }
 
 impl Tlb {
-    /// Makes walkers of `F` use the tables of `vm` from now on. `roots` contains the root table of each address space;
-    /// for a root of several tables, the first table. A table's frame number gives the address of its memory in this
-    /// process.
+    /// Makes page walkers of `F` use the tables of `vm` from now on. `roots` contains the root table of each address
+    /// space; for a root of several tables, the first table. A table's frame number gives the address of its memory in
+    /// this process.
     ///
     /// # Safety
     /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
@@ -212,7 +212,7 @@ impl Tlb {
     /// Removes a freed table from the model. Call when its frame is freed, before anything is written to the frame.
     ///
     /// # Errors
-    /// A walker can still reach the table in the frame.
+    /// A page walker can still reach the table in the frame.
     pub fn freed(&self, frame: Pfn) -> Result<(), String> {
         let known = self.with(|inner| {
             if inner.tables.contains_key(&frame) {
@@ -255,8 +255,8 @@ impl Tlb {
         core::mem::take(&mut self.inner.lock().findings)
     }
 
-    /// Checks that no ghost maps one of `pages` of host memory. The error describes such a ghost: a walker may have
-    /// cached it, and it is not in the tables. Call during an invalidation of `pages`.
+    /// Checks that no ghost maps one of `pages` of host memory. The error describes such a ghost: a page walker may
+    /// have cached it, and it is not in the tables. Call during an invalidation of `pages`.
     #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         self.check_frames(|first, count| {
@@ -274,15 +274,15 @@ impl Tlb {
         })
     }
 
-    /// Checks that no walker can have cached a leaf for `gfns`. The error describes such a leaf. Call after deleting a
-    /// slot.
+    /// Checks that no page walker can have cached a leaf for `gfns`. The error describes such a leaf. Call after
+    /// deleting a slot.
     pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
         self.check_slot(space, gfns, |_, _| false)
     }
 
-    /// Checks the leaves of `gfns` that a walker may have cached, by calling `is_of_slot` with the first guest frame
-    /// and the first host frame of each. The error describes a leaf for which `is_of_slot` returns false. Call after
-    /// creating or moving a slot, for the slot's old frames and for its new frames.
+    /// Checks the leaves of `gfns` that a page walker may have cached, by calling `is_of_slot` with the first guest
+    /// frame and the first host frame of each. The error describes a leaf for which `is_of_slot` returns false. Call
+    /// after creating or moving a slot, for the slot's old frames and for its new frames.
     pub fn check_slot(
         &self,
         space: usize,

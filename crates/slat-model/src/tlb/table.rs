@@ -18,8 +18,8 @@ pub(super) struct Walker {
     pub(super) is_protected: fn(u64) -> bool,
     /// Returns a leaf without its right to write.
     pub(super) protect: fn(u64) -> u64,
-    /// The bit with the right to write in an entry that refers to a table, if walkers cache this right for the whole
-    /// path below the entry, like the right of a leaf. Otherwise 0.
+    /// The bit with the right to write in an entry that refers to a table, if page walkers cache this right for the
+    /// whole path below the entry, like the right of a leaf. Otherwise 0.
     pub(super) path_write: u64,
     pub(super) break_before_make: bool,
     pub(super) granule: Granule,
@@ -44,8 +44,8 @@ impl Walker {
         }
     }
 
-    /// Returns the entry `bits` of a table of `level` with only the rights that a walker may cache if the path to the
-    /// table is write-protected.
+    /// Returns the entry `bits` of a table of `level` with only the rights that a page walker may cache if the path to
+    /// the table is write-protected.
     pub(super) fn below_protected(&self, bits: u64, level: Level) -> u64 {
         match self.value(bits, level) {
             Some(Value::Leaf { write: true, .. }) => (self.protect)(bits),

@@ -186,7 +186,7 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     }
     world.put(Npt::table(lower));
     assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
-    // A walker may still have cached the huge leaf, which now allows more than the tables.
+    // A page walker may still have cached the huge leaf, which now allows more than the tables.
     world.tlb.reached(lower);
     write(lower, 9, 0);
     assert!(world.tlb.stale().is_some());

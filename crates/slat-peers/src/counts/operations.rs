@@ -162,7 +162,7 @@ fn log<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Counts operations of readers of the dirty log, with one reader in addition to the client, and with four.
+/// Counts operations of readers of the dirty log, with one reader in addition to the VMM, and with four.
 fn readers<F: Format>(counter: &mut Counter<'_>) {
     const WRITTEN: u64 = PAGES / 4;
     let names = [

@@ -8,7 +8,7 @@ use crate::real::kernel;
 use slat_guard::change_mask;
 use slat_process::stack;
 
-/// The function to which the stubs of rewritten sites jump.
+/// The function to which the stubs of rewritten call sites jump.
 ///
 /// # Safety
 /// - Only a site's stub jumps here, on a thread of a program whose calls arrive at slat.

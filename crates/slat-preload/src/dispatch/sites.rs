@@ -41,9 +41,9 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// The number of dispatched calls from a site after which the site is rewritten.
+/// The number of dispatched calls from a call site after which the site is rewritten.
 const CALLS: u32 = 64;
-/// The maximum number of sites whose calls are counted.
+/// The maximum number of call sites whose calls are counted.
 const SITES: usize = 32;
 
 /// A call site, and the number of its `KVM_RUN` calls. `back` is the address after the site, where the program
@@ -60,15 +60,15 @@ static COUNTS: [Count; SITES] = [const {
     }
 }; SITES];
 
-/// Whether a thread is rewriting a site. Only that thread may replace pages and choose padding.
+/// Whether a thread is rewriting a call site. Only that thread may replace pages and choose padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
-/// Whether the user allows slat to rewrite sites (`SLAT_REWRITE`).
+/// Whether the user allows slat to rewrite call sites (`SLAT_REWRITE`).
 fn is_allowed() -> bool {
     std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
 }
 
-/// Counts a dispatched `KVM_RUN` whose instruction ends at `back`. Rewrites the site after [`CALLS`] such calls.
+/// Counts a dispatched `KVM_RUN` whose instruction ends at `back`. Rewrites the call site after [`CALLS`] such calls.
 pub fn count(back: usize) {
     if !loaded::is_loaded() {
         return;
@@ -86,7 +86,7 @@ pub fn count(back: usize) {
     {
         guarded(|| {
             if BUSY.swap(true, Ordering::Acquire) {
-                // Another thread is rewriting a site. This site is tried again after `CALLS` more calls.
+                // Another thread is rewriting a call site. This site is tried again after `CALLS` more calls.
                 count.calls.store(0, Ordering::Relaxed);
                 return Ok(0);
             }
@@ -99,7 +99,7 @@ pub fn count(back: usize) {
     }
 }
 
-/// Rewrites the site that ends at `back`. `None`: the site cannot be rewritten.
+/// Rewrites the call site that ends at `back`. `None`: the site cannot be rewritten.
 fn rewrite(back: usize) -> Option<()> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
@@ -113,8 +113,8 @@ fn rewrite(back: usize) -> Option<()> {
     replace(&text.range, &[plan])
 }
 
-/// Rewrites all sites of `texts`, which are executable and readable. Call before the program begins. Returns `false`
-/// if `texts` is unknown, or if a site cannot be found or rewritten.
+/// Rewrites all call sites of `texts`, which are executable and readable. Call before the program begins. Returns
+/// `false` if `texts` is unknown, or if a site cannot be found or rewritten.
 pub fn rewrite_all(texts: Option<&[Range<usize>]>) -> bool {
     let rewrite = |text: &Range<usize>| {
         // SAFETY: the text is mapped and readable, and no code changes it before the program begins.

@@ -106,10 +106,10 @@ pub(super) struct Now {
     step: usize,
     /// The number of the path's instructions before the current instruction.
     before: i64,
-    /// The index of the checkpoint's step. If `has_changed` is false, the region can stop at this instruction: the CPU
-    /// has all the state before it.
+    /// The index of the [checkpoint](self)'s step. If `has_changed` is false, the region can stop at this instruction:
+    /// the CPU has all the state before it.
     checkpoint: usize,
-    /// Whether code since the checkpoint has changed guest memory, or the state in the CPU.
+    /// Whether code since the [checkpoint](self) has changed guest memory, or the state in the CPU.
     pub(super) has_changed: bool,
     /// The values of the general registers. `None`: the register's value is only in the CPU.
     pub(super) gpr: [Option<Value>; 16],
@@ -287,7 +287,7 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Makes guarded accesses that are emitted from now on stop at the current checkpoint if they fail.
+    /// Makes guarded accesses that are emitted from now on stop at the current [checkpoint](self) if they fail.
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
@@ -361,7 +361,7 @@ impl<'a> Translator<'a> {
         self.record_flags();
     }
 
-    /// Makes the current instruction the checkpoint. Call before the instruction has any effect.
+    /// Makes the current instruction the [checkpoint](self). Call before the instruction has any effect.
     pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
         self.now.checkpoint = self.now.step;
@@ -370,7 +370,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Call before an access, or anything else that may stop the region. If the region can no longer stop at the
-    /// checkpoint, makes the current instruction the checkpoint.
+    /// [checkpoint](self), makes the current instruction the checkpoint.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();
@@ -467,7 +467,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Emits a call of a helper, and returns its result. If the helper has no result, the region stops at the
-    /// checkpoint.
+    /// [checkpoint](self).
     pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
@@ -491,13 +491,13 @@ impl<'a> Translator<'a> {
         self.stop_for_interpreter();
     }
 
-    /// Emits code that stops the region, so that the interpreter continues at the checkpoint.
+    /// Emits code that stops the region, so that the interpreter continues at the [checkpoint](self).
     pub(super) fn stop_for_interpreter(&mut self) {
         let status = self.constant(Status::Interpret as i64);
         self.stop_with(status);
     }
 
-    /// Emits code that stops the region at the checkpoint with this status.
+    /// Emits code that stops the region at the [checkpoint](self) with this status.
     fn stop_with(&mut self, status: Value) {
         debug_assert!(!self.now.has_changed);
         let step = self.address_of(self.now.checkpoint);

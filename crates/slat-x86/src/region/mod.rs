@@ -17,7 +17,7 @@ pub(crate) const WARM: u32 = 512;
 /// How code is compiled: quickly, or to fast code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// Compiled in one pass (`jit::baseline`), for warm code. Most compiled code is warm.
+    /// Compiled quickly, in one pass over the code (`jit::baseline`), for warm code. Most compiled code is warm.
     Baseline,
     /// Compiled by Cranelift, for hot code. Cranelift takes ten times as long, and makes faster code.
     Full,

@@ -37,7 +37,7 @@ use slat_process::once::Prepared;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The instruction sets that this CPU can offer on this host, as bits of CPUID leaves. The client may set these bits in
+/// The instruction sets that this CPU can offer on this host, as bits of CPUID leaves. The VMM may set these bits in
 /// the guest's CPUID.
 ///
 /// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.

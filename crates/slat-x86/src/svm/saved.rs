@@ -1,4 +1,4 @@
-//! Saves and restores the state of guest mode, for a client: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
+//! Saves and restores the state of guest mode, for a VMM: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
 //!
 //! The format is KVM's (API document, 4.114): the address of the control block, and a page with the layout of a control
 //! block. The page's control area is that of the running nested guest. The page's save area has the registers of the
@@ -74,7 +74,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or removes SVM. The CPU gets the
+    /// Leaves guest mode without a #VMEXIT, as KVM does when a VMM resets a CPU or removes SVM. The CPU gets the
     /// hypervisor's registers, except for the general registers. Does nothing outside guest mode.
     pub fn drop_guest_mode(&mut self) {
         if self.svm.guest {

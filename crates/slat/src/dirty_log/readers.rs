@@ -33,7 +33,7 @@ pub(crate) struct ReaderId(u64);
 impl ReaderId {
     /// No reader: a [`ReaderMarks`] with this owner is free for the next reader.
     const NONE: ReaderId = ReaderId(0);
-    /// The client, which reads KVM's bitmap.
+    /// The VMM, which reads KVM's bitmap.
     pub(crate) const CLIENT: ReaderId = ReaderId(1);
 
     /// Returns the id for the next reader that is made.
@@ -47,7 +47,7 @@ pub(crate) struct ReaderMarks {
     owner: AtomicU64,
     /// The pages that other readers have harvested since this reader harvested last.
     pending: Vec<AtomicU64>,
-    /// The pages of the reader's epoch. Empty for the client, which has no epochs.
+    /// The pages of the reader's epoch. Empty for the VMM, which has no epochs.
     epoch: Vec<AtomicU64>,
     next: OnceBox<ReaderMarks>,
 }
@@ -229,8 +229,8 @@ impl DirtyLog {
         }
     }
 
-    /// Makes all pages pending for each reader but the client: the slot was moved, so its frames have other contents.
-    /// Call under the slot writers' lock.
+    /// Makes all pages pending for each reader but the VMM: the slot was moved, so its frames have other contents. Call
+    /// under the slot writers' lock.
     pub(crate) fn mark_for_readers(&self) {
         (self
             .readers()

@@ -30,8 +30,8 @@ use crate::addr::{Access, Granule, Level, Pfn};
 /// More than 48 bits require a CPU with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with
 /// FEAT_LPA for 64 KiB (PARange = 6). Only tables for more than 48 bits can map host memory above 256 TiB.
 ///
-/// With `HARDWARE_DIRTY` the tables require a walker with VTCR_EL2.HA and HD set: another walker finds every clean leaf
-/// write-protected.
+/// With `HARDWARE_DIRTY` the tables require a page walker with VTCR_EL2.HA and HD set: another walker finds every clean
+/// leaf write-protected.
 ///
 /// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). The platform must have the
 /// same granule ([`Platform::granule`](crate::Platform::granule)).

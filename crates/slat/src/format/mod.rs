@@ -394,7 +394,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn write_protect(bits: u64) -> u64 {
         bits & !Self::WRITE | Self::MAY_WRITE
     }
-    /// Returns the leaf `bits` as a walker changes it by an access: accessed, and dirty if the access was a write.
+    /// Returns the leaf `bits` as a page walker changes it by an access: accessed, and dirty if the access was a write.
     #[inline]
     fn mark(bits: u64, write: bool) -> u64 {
         bits | Self::ACCESSED | if write { Self::DIRTY } else { 0 }

@@ -50,7 +50,7 @@ pub(super) fn write_twice(vcpu: &mut SmallVcpu) {
     }
 }
 
-/// The client's copy of page 0.
+/// The VMM's copy of page 0.
 #[derive(Default)]
 pub(super) struct Copy(pub(super) u64);
 
@@ -204,7 +204,7 @@ fn no_write_is_lost_when_logging_begins() {
     });
 }
 
-/// The walker may set a dirty bit before it sees that dirty logging with walkers' buffers has started.
+/// The page walker may set a dirty bit before it sees that dirty logging with walkers' buffers has started.
 #[test]
 fn no_write_is_lost_when_logging_by_buffers_begins() {
     no_write_is_lost_after_logging_begins(1, || {

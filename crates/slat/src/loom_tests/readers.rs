@@ -1,6 +1,6 @@
-//! Several readers of the dirty logs, concurrent with writes, with the client's harvests, and with a change of the
-//! slot. Each reader copies the pages of its epochs. At the end, each copy must contain the value that the guest has
-//! written last.
+//! Several readers of the dirty logs, concurrent with writes, with the VMM's harvests, and with a change of the slot.
+//! Each reader copies the pages of its epochs. At the end, each copy must contain the value that the guest has written
+//! last.
 
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ pub(crate) struct Budget {
     used: AtomicU64,
     was_used: AtomicBool,
     limit: AtomicU64,
-    /// Whether the client has set the limit.
+    /// Whether the VMM has set the limit.
     is_set: AtomicBool,
     /// The number of pages in memslots.
     memory: AtomicU64,
@@ -48,7 +48,7 @@ impl Budget {
     }
 
     /// Call after a slot change: the memslots of an address space had `before` pages, and have `after` now. Adapts the
-    /// limit, unless the client has set it.
+    /// limit, unless the VMM has set it.
     pub(crate) fn memory_changed(&self, before: u64, after: u64) {
         let change = after.wrapping_sub(before);
         let memory = self.memory.fetch_add(change, Relaxed).wrapping_add(change);

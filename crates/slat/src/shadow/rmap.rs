@@ -136,7 +136,7 @@ impl Rmap {
         Some(self.nodes.get(number).entry(level.index(gfn)))
     }
 
-    /// Applies `change` to the entry of `level` for `gfn`. Makes the missing nodes on the path to the entry.
+    /// Applies `change` to the entry of `level` for `gfn`. Adds the missing nodes on the path to the entry.
     ///
     /// # Panics
     /// If a node is missing and none is spare: the caller must have checked [`Rmap::spare`].

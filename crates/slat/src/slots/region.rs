@@ -53,7 +53,7 @@ impl BitOr for SlotFlags {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Region {
-    /// The client's id for the slot.
+    /// The VMM's id for the slot.
     pub slot: u32,
     /// The flags ([`SlotFlags`]).
     pub flags: SlotFlags,
@@ -98,8 +98,8 @@ impl Region {
         Region { flags, ..self }
     }
 
-    /// Returns a copy of this region that begins at `gpa`. A client that sets the copy for an existing memslot moves
-    /// the memslot.
+    /// Returns a copy of this region that begins at `gpa`. A VMM that sets the copy for an existing memslot moves the
+    /// memslot.
     #[must_use]
     pub fn with_gpa(self, gpa: Gpa) -> Self {
         Region { gpa, ..self }

@@ -85,7 +85,7 @@ impl<T> DerefMut for FairGuard<'_, T> {
 
 impl<T> Drop for FairGuard<'_, T> {
     fn drop(&mut self) {
-        // Only the holder changes the turn.
+        // Only the thread that holds the lock changes `turn`.
         let mine = self.lock.turn.load(Relaxed);
         self.lock.turn.store(mine + 1, Release);
     }

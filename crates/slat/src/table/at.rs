@@ -14,7 +14,7 @@ pub(crate) struct At<'t> {
     pub(crate) entry: &'t AtomicU64,
     pub(crate) meta: &'t TableMeta,
     pub(crate) kept: Kept<'t>,
-    /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty bits.
+    /// The entry's bits when the visit began. Since then page walkers may have set accessed and dirty bits.
     pub(crate) bits: u64,
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,

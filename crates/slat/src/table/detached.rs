@@ -106,8 +106,8 @@ impl Detached {
                 .meta()
                 .next
                 .load(Relaxed);
-            // SAFETY: the table is of format `F` and of this VM, and no walker can reach it, as this function's
-            // `# Safety` asks of its caller.
+            // SAFETY: the table is of format `F` and of this VM, and no page walker can reach it, as this function's `#
+            // Safety` asks of its caller.
             unsafe { freeing.subtree::<F>(frame, level) };
         }
         // SAFETY: the requirements of this function hold for all tables that `freeing` has collected.
@@ -169,8 +169,8 @@ impl<P: Platform> Freeing<'_, P> {
         self.batch[self.len] = frame;
         self.len += 1;
         if self.len == FREE_BATCH {
-            // SAFETY: no walker can reach these tables, as this function's `# Safety` asks of its caller, and no list
-            // contains them any more.
+            // SAFETY: no page walker can reach these tables, as this function's `# Safety` asks of its caller, and no
+            // list contains them any more.
             unsafe { self.frames.free(self.platform, &self.batch) };
             self.len = 0;
         }
@@ -181,7 +181,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// # Safety
     /// - The requirements of [`Detached::free`] hold for every table given to `subtree`.
     unsafe fn finish(self) -> Freed {
-        // SAFETY: no walker can reach these tables, as this function's `# Safety` asks of its caller.
+        // SAFETY: no page walker can reach these tables, as this function's `# Safety` asks of its caller.
         unsafe { self.frames.free(self.platform, &self.batch[..self.len]) };
         self.freed
     }

@@ -64,8 +64,8 @@ impl TableFrames {
     /// # Safety
     /// - The frames belong to this VM, and no walker can reach a table in them.
     pub(super) unsafe fn free(&self, platform: &impl Platform, frames: &[Pfn]) {
-        // SAFETY: the frames belong to this VM and no walker can reach them, as this function's `# Safety` asks of its
-        // caller.
+        // SAFETY: the frames belong to this VM and no page walker can reach them, as this function's `# Safety` asks of
+        // its caller.
         unsafe { platform.free_tables(self.vm, frames) };
         self.now.fetch_sub(frames.len() as u64, Relaxed);
     }

@@ -28,7 +28,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             match F::decode(bits, level) {
                 Entry::Table(lower) => (frame, level) = (lower, level.below()),
                 Entry::Leaf(_) if bits & (F::WRITE | F::MAY_WRITE) != 0 => {
-                    // Use a read-modify-write: walkers may set the accessed and dirty bits at the same time.
+                    // Use a read-modify-write: page walkers may set the accessed and dirty bits at the same time.
                     entry.fetch_and(!(F::WRITE | F::MAY_WRITE), Relaxed);
                     return F::is_writable(bits);
                 }

@@ -45,7 +45,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             // KVM reports a write to a read-only slot as MMIO, like an access to no slot.
             Access::Write if !allowed => Err(self.mmio()),
             Access::Write if is_log_full(self.vcpu, slot) => Err(Next::Stop(Stop::DirtyRingFull)),
-            // A client can emulate a load, but not a fetch.
+            // A VMM can emulate a load, but not a fetch.
             Access::Execute if !allowed => Err(Next::Stop(Stop::NoExecute { gpa })),
             _ => Ok(()),
         }

@@ -191,7 +191,7 @@ impl ColdMap {
         }
     }
 
-    /// Ends a pass: converts marks to ages.
+    /// Ends a pass over the leaves: converts the marks that the pass has made to ages.
     fn end_pass(&mut self) {
         let blocks = self.blocks.iter_mut();
         for (block, pages) in blocks.zip(self.pages.chunks_exact_mut(BLOCK)) {

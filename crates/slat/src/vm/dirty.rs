@@ -438,7 +438,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Returns the log of slot `id`, which has a bitmap that the client may read.
+/// Returns the log of slot `id`, which has a bitmap that the VMM may read.
 ///
 /// # Errors
 /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].

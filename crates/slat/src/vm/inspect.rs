@@ -1,4 +1,4 @@
-//! Reports the state of a VM to a client: its readers, its memslots, and the contents of its tables.
+//! Reports the state of a VM to a VMM: its readers, its memslots, and the contents of its tables.
 
 use core::ops::Range;
 

@@ -103,7 +103,7 @@ pub(super) struct Subject {
     vm: Arc<Vm<Bare, Ept>>,
     /// The CPUs that map and use the slot before the operation. Each CPU uses a part of the slot.
     cpus: Vec<Vcpu<Bare, Ept>>,
-    /// The client's view of the vCPUs' dirty rings.
+    /// The VMM's view of the vCPUs' dirty rings.
     rings: Vec<Arc<[DirtyGfn]>>,
     pages: u64,
     bitmap: Vec<u64>,

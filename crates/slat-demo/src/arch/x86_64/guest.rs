@@ -100,7 +100,7 @@ std::arch::global_asm!(
     "jnz 2b",
     "mov al, 4",
     "out {port}, al",
-    // Phase 5: write to the spare slot until the stop word is not zero.
+    // Phase 5: write to the slot that the host deletes and creates again, until the stop word is not zero.
     "xor eax, eax",
     "2:",
     "inc rax",

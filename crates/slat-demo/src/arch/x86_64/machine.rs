@@ -26,7 +26,8 @@ pub struct Report {
     pub phases: [Duration; PHASES],
     /// The number of accesses to the device's register that exited to the program.
     pub device_exits: u64,
-    /// The number of writes to the spare slot's addresses that exited to the program while the slot was deleted.
+    /// The number of writes to addresses of the spare slot (which the host deletes and creates again) that exited to
+    /// the program while the slot was deleted.
     pub exits_while_away: u64,
     /// The time of deleting the slot while both vCPUs write to it.
     pub taking_away: Duration,
@@ -133,7 +134,8 @@ struct Shared<'p> {
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
     device_exits: AtomicU64,
-    /// For each vCPU, the number of its writes to the spare slot's addresses while the slot was deleted.
+    /// For each vCPU, the number of its writes to addresses of the spare slot (which the host deletes and creates
+    /// again) while the slot was deleted.
     away: [AtomicU64; VCPUS],
     failed: AtomicBool,
     progress: &'p Progress,

@@ -32,7 +32,7 @@ const KEYS: [u32; 4] = [0, 0, 0x4444_4444, 0xaaaa_aaa8];
 /// Chooses operations that fit the current state of a run.
 pub(super) struct Generator {
     rng: Rng,
-    /// Whether the client (the VMM), too, writes guest memory.
+    /// Whether the VMM, too, writes guest memory.
     client: bool,
     /// The addresses in use, as indices at levels 5 to 1.
     addresses: Vec<[u64; 5]>,

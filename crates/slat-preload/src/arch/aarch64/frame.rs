@@ -13,8 +13,8 @@ use std::mem::offset_of;
 #[repr(C, align(16))]
 #[derive(Debug)]
 pub struct Frame {
-    /// The kernel does not use this field. In the frame of a call from a rewritten site, the field says whether the
-    /// entry has blocked all signals.
+    /// The kernel does not use this field. In the frame of a call from a rewritten call site, the field says whether
+    /// the entry has blocked all signals.
     pub(super) flags: u64,
     /// The kernel does not use this field. In a frame on slat's stack, the field holds the lowest address of that stack
     /// that was in use before this frame was stored.
@@ -24,7 +24,7 @@ pub struct Frame {
     /// The signal mask, which the kernel restores when the handler returns.
     pub mask: u64,
     reserved: [u64; 16],
-    /// The kernel does not use this field when it returns. In the frame of a call from a rewritten site, the field
+    /// The kernel does not use this field when it returns. In the frame of a call from a rewritten call site, the field
     /// holds the address of the stub's code that returns to the program.
     leave: usize,
     registers: [usize; 31],
@@ -506,8 +506,8 @@ mod tests {
             // A SIGSYS with another code goes to the other handler. The call keeps its own result.
             assert_eq!(send(1), (0, 0.5));
             assert_eq!(send(2), (RESULT, 0.5));
-            // The gate makes the call once more. X0 then holds the result of the first call, 0, which is the first
-            // argument of the second call; 0 is not a process id.
+            // The gate, slat's instruction for system calls, makes the call once more. X0 then holds the result of the
+            // first call, 0, which is the first argument of the second call; 0 is not a process id.
             IS_SLATS.store(true, Ordering::Relaxed);
             assert_eq!(send(2), (-(libc::EINVAL as isize), 0.5));
             IS_SLATS.store(false, Ordering::Relaxed);

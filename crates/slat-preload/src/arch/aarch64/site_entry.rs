@@ -56,7 +56,7 @@ impl Saved {
 /// The signal set with all signals, for assembly.
 pub static ALL: u64 = u64::MAX;
 
-/// Does nothing: AArch64 needs no preparation for the first entry through a site.
+/// Does nothing: AArch64 needs no preparation for the first entry through a call site.
 pub fn prepare() {}
 
 /// The body of the function to which a stub jumps. X16 points to the stub's [`Site`]. All other registers except X17

@@ -37,7 +37,7 @@ fn branch(from: usize, to: usize) -> Option<u32> {
     Some(OPCODE | (distance / INSTRUCTION as isize) as u32 & DISTANCE)
 }
 
-/// A plan to rewrite one site (a call instruction of the program).
+/// A plan to rewrite one call site (a call instruction of the program).
 #[derive(Debug)]
 pub struct Plan {
     /// The address of the `svc #0`.
@@ -45,7 +45,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The size of a site's stub in bytes.
+    /// The size of a call site's stub in bytes.
     pub const STUB: usize = size_of::<Stub>();
 
     /// Plans to rewrite the `svc #0` that ends at the address `back`. `code` is the text that begins at the address
@@ -56,8 +56,8 @@ impl Plan {
         (site.is_multiple_of(INSTRUCTION) && word == SVC.to_le_bytes()).then_some(Plan { site })
     }
 
-    /// Plans to rewrite all sites of the code that begins at `start`, in the order of their addresses. `None`: `start`
-    /// is not aligned, so sites would be missed.
+    /// Plans to rewrite all call sites of the code that begins at `start`, in the order of their addresses. `None`:
+    /// `start` is not aligned, so sites would be missed.
     pub fn of_all(code: &[u8], start: usize) -> Option<Vec<Self>> {
         let is_aligned = start.is_multiple_of(INSTRUCTION);
         let plans = calls(code).map(|offset| Plan {
@@ -72,13 +72,13 @@ impl Plan {
     }
 
     /// Returns the stub, which will be at the address `stub`, and leads to the function `entry`. `None`: the address is
-    /// too far away from the site.
+    /// too far away from the call site.
     pub fn stub(&self, entry: usize, stub: usize) -> Option<[u8; Self::STUB]> {
         Some(Stub::new(self.site + INSTRUCTION, entry, stub)?.bytes())
     }
 
-    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The site's stub
-    /// is at `stub`. `None`: the stub is too far away.
+    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The call site's
+    /// stub is at `stub`. `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let word = branch(self.site, stub)?;
         memory[self.site - start..][..INSTRUCTION].copy_from_slice(&word.to_le_bytes());
@@ -86,9 +86,9 @@ impl Plan {
     }
 }
 
-/// The code to which a rewritten site jumps. A jump to an address in memory needs a register, so the code first stores
-/// X16 and X17 below the program's stack pointer. That memory is free, because AAPCS64 has no red zone. Then the code
-/// loads the address of `site`, and jumps to the entry.
+/// The code to which a rewritten call site jumps. A jump to an address in memory needs a register, so the code first
+/// stores X16 and X17 below the program's stack pointer. That memory is free, because AAPCS64 has no red zone. Then the
+/// code loads the address of `site`, and jumps to the entry.
 #[repr(C)]
 struct Stub {
     enter: [u32; 4],
@@ -101,7 +101,7 @@ const _: () = assert!(offset_of!(Stub, site) - offset_of!(Stub, leave) == LEAVE)
 const _: () = assert!(offset_of!(Stub, site) - offset_of!(Stub, pass) == PASS);
 
 impl Stub {
-    /// Makes the stub, at the address `at`, of the site that ends at `back`.
+    /// Makes the stub, at the address `at`, of the call site that ends at `back`.
     fn new(back: usize, entry: usize, at: usize) -> Option<Self> {
         /// stp x16, x17, [sp, #-16]!
         const PUSH: u32 = 0xa9bf_47f0;
@@ -173,7 +173,7 @@ mod tests {
         assert!(plan.stub(0, START + (1 << 30)).is_none());
     }
 
-    /// Executes a rewritten site, whose stub leads to a function of this test.
+    /// Executes a rewritten call site, whose stub leads to a function of this test.
     #[test]
     fn a_rewritten_site_leads_to_its_entry_and_back_with_all_registers() {
         use std::arch::{asm, naked_asm};

@@ -55,7 +55,7 @@ impl Saved {
         Made {
             number: libc::SYS_ioctl,
             arguments: [self.rdi, self.rsi, self.rdx, self.r10, self.r8, self.r9],
-            // SAFETY: the site is part of the stub, which is never freed.
+            // SAFETY: the call site is part of the stub, which is never freed.
             address: unsafe { (*self.site).back },
         }
     }
@@ -74,7 +74,7 @@ impl Saved {
 /// The number of bytes that XSAVE writes, with the components that the kernel has enabled. Assembly reads it.
 pub static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets [`STATE_BYTES`] from CPUID. Call before the first entry through a site.
+/// Sets [`STATE_BYTES`] from CPUID. Call before the first entry through a call site.
 pub fn prepare() {
     // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
     let bytes = host_leaf(0xd, 0).ebx as usize;

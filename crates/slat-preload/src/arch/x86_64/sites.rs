@@ -50,21 +50,21 @@ fn has_invlpgb() -> bool {
     host_leaf(LEAF, 0).ebx & INVLPGB != 0
 }
 
-/// A plan to rewrite one site (a call instruction of the program).
+/// A plan to rewrite one call site (a call instruction of the program).
 #[derive(Debug)]
 pub struct Plan {
-    /// The address after the site.
+    /// The address after the call site.
     back: usize,
     /// The address of the padding.
     padding: usize,
 }
 
 impl Plan {
-    /// The size of a site's stub in bytes.
+    /// The size of a call site's stub in bytes.
     pub const STUB: usize = size_of::<Stub>();
 
     /// Plans to rewrite the `syscall` that ends at the address `back`. `code` is the text that begins at `start`, a
-    /// page's address. `None`: the site cannot be rewritten.
+    /// page's address. `None`: the call site cannot be rewritten.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back - SYSCALL.len();
         // The text begins at a page's boundary, so offsets in the text have the same alignment as addresses.
@@ -75,7 +75,7 @@ impl Plan {
         (is_call && is_changed_at_once).then_some(Plan { back, padding })
     }
 
-    /// Plans to rewrite all sites of the code that begins at `start`. Always `None` on x86-64: instructions have
+    /// Plans to rewrite all call sites of the code that begins at `start`. Always `None` on x86-64: instructions have
     /// various lengths, so it is not known where they begin, and many sites cannot be rewritten.
     pub fn of_all(_code: &[u8], _start: usize) -> Option<Vec<Self>> {
         None
@@ -93,8 +93,8 @@ impl Plan {
         Some(Stub::new(self.back, entry).bytes())
     }
 
-    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The site's stub
-    /// is at `stub`. `None`: the stub is too far away.
+    /// Makes the plan's changes in `memory`, a copy of the memory that begins at the address `start`. The call site's
+    /// stub is at `stub`. `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let distance = i32::try_from(stub as isize - (self.padding + LONG.len()) as isize).ok()?;
         let short = (self.padding as isize - self.back as isize) as u8;
@@ -109,7 +109,7 @@ impl Plan {
     }
 }
 
-/// The code to which a rewritten site jumps. The stub loads the address of `site`, and jumps to `entry`. The stub
+/// The code to which a rewritten call site jumps. The stub loads the address of `site`, and jumps to `entry`. The stub
 /// works at any address.
 #[repr(C)]
 struct Stub {
@@ -119,7 +119,7 @@ struct Stub {
 }
 
 impl Stub {
-    /// Makes the stub of the site that ends at `back`.
+    /// Makes the stub of the call site that ends at `back`.
     fn new(back: usize, entry: usize) -> Self {
         let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();
         let site = offset_of!(Stub, site);

@@ -240,11 +240,11 @@ fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), F
 }
 
 /// Flags of a dirty-ring entry (Documentation/virt/kvm/api.rst, 8.29): the vCPU sets DIRTY when it fills the entry; the
-/// client sets RESET when it has harvested the entry.
+/// VMM sets RESET when it has harvested the entry.
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
 const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
 
-/// The client's view of a vCPU's ring: an array of `struct kvm_dirty_gfn`.
+/// The VMM's view of a vCPU's ring: an array of `struct kvm_dirty_gfn`.
 struct Ring {
     entries: NonNull<Entry>,
     /// The number of the next ring entry to harvest. It counts on beyond the end of the array; its index is the

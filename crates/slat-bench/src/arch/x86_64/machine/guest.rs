@@ -32,7 +32,8 @@ impl<'m> Turns<'m> {
         Turns { stop, turn }
     }
 
-    /// Gives the guest its next turn. Returns when the guest has finished its previous turn and has begun the next one.
+    /// Lets the guest begin its next turn (one round of its work). Returns when the guest has finished the previous
+    /// turn and has begun the next one.
     ///
     /// # Errors
     /// If the guest does not act in time, because it has ended.

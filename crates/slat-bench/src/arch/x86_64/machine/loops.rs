@@ -91,7 +91,7 @@ programs! {
         "jmp 2b",
         "5:",
     ]
-    /// Writes eax to r9 pages from rbx on, repeatedly, until the word at r10 is not zero. rsi counts the passes.
+    /// Writes eax to r9 pages from rbx on, repeatedly, until the word at r10 is not zero. rsi counts the rounds.
     hammer = "slat_bench_hammer" [
         "2:",
         "mov rdi, rbx",
