@@ -15,7 +15,7 @@ pub enum Right {
 /// The reason why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Abort {
-    /// The virtual address.
+    /// The virtual address of the access.
     pub address: u64,
     /// The fault status code: the kind of the fault, and its level. See [`status`].
     pub status: u8,
@@ -28,13 +28,13 @@ pub struct Abort {
 /// Fault status codes (DDI 0487, ISS encoding for an exception from a Data Abort). Where the comment says so, the level
 /// of the walk is added.
 pub mod status {
-    /// Address size fault; a level is added.
+    /// Address size fault; the level of the table walk is added to this code.
     pub const ADDRESS_SIZE: u8 = 0b00_0000;
-    /// Translation fault; a level is added.
+    /// Translation fault; the level of the table walk is added to this code.
     pub const TRANSLATION: u8 = 0b00_0100;
-    /// Access flag fault; a level is added.
+    /// Access flag fault; the level of the table walk is added to this code.
     pub const ACCESS_FLAG: u8 = 0b00_1000;
-    /// Permission fault; a level is added.
+    /// Permission fault; the level of the table walk is added to this code.
     pub const PERMISSION: u8 = 0b00_1100;
     /// Synchronous External abort, not on a walk.
     pub const EXTERNAL: u8 = 0b01_0000;
@@ -50,7 +50,7 @@ pub mod status {
 /// embedder makes EL1 take an abort ([`State::take_stop`](crate::State::take_stop)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stage2<E> {
-    /// The virtual address, for FAR_EL2.
+    /// The virtual address of the access, which FAR_EL2 reports.
     pub address: u64,
     /// The intermediate physical address that the machine refuses: that of the access itself, or of a stage 1
     /// descriptor that the walk reads or writes.

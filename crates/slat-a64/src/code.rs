@@ -73,7 +73,7 @@ impl Code {
         Place(place)
     }
 
-    /// Forgets all instructions.
+    /// Drops all decoded instructions.
     pub(crate) fn flush(&mut self) {
         self.entries.fill(Entry::NONE);
     }

@@ -45,7 +45,7 @@ pub enum Leave<E> {
     /// The machine below has refused an access. The instruction has changed nothing, and the program counter is its
     /// address. The next run executes the instruction again, unless [`Syndrome::complete`] has completed it.
     Stage2 {
-        /// The refused access.
+        /// The access that the machine has refused.
         fault: Stage2<E>,
         /// The description of the instruction, if all that it does is to load or store one general register.
         syndrome: Option<Syndrome>,
@@ -67,13 +67,13 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Returns ISR_EL1.
+    /// Returns the pending interrupts in the format of ISR_EL1.
     fn bits(&self) -> u64 {
         u64::from(self.serror.is_some()) << 8 | u64::from(self.irq) << 7 | u64::from(self.fiq) << 6
     }
 }
 
-/// A processor.
+/// A software processor: its registers, caches and compiled code.
 pub struct Cpu {
     /// The registers. After changing system registers without [`Cpu::set_system`], call [`Cpu::forget_pages`].
     pub state: State,

@@ -47,7 +47,7 @@ pub(crate) struct Watched {
     pub(crate) right: Right,
     /// The access reads and writes, as one atomic operation.
     pub(crate) is_atomic: bool,
-    /// The access has the rights of EL0.
+    /// Whether the access is made with the rights of EL0.
     pub(crate) for_el0: bool,
 }
 

@@ -221,7 +221,7 @@ impl State {
         }
     }
 
-    /// Takes the exception of a failed fetch.
+    /// Makes EL1 take the exception of an instruction fetch that has failed.
     pub fn take_fetch_abort(&mut self, abort: Abort) {
         self.take_abort(
             class::FETCH,

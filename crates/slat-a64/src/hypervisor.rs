@@ -39,7 +39,7 @@ pub trait Hypervisor {
     fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Self::Fault>;
     /// Loads 16 bytes of one page. The load need not be atomic.
     fn load_wide(&mut self, at: u64) -> Result<u128, Self::Fault>;
-    /// Stores 16 bytes in one page.
+    /// Stores 16 bytes, which are in one page, at the address `at` of the machine's memory.
     fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Self::Fault>;
     /// Compares 1 << `size` bytes, at most 16, with the first value, and stores the second value if they are equal, as
     /// one atomic operation. Returns the old bytes. The address is a multiple of the size.

@@ -16,13 +16,13 @@ impl Compiled {
         Self { instructions: 0 }
     }
 
-    /// Whether there is a compiler.
+    /// Whether the processor has a compiler: never, in a build without one.
     #[inline(always)]
     pub(crate) fn is_attached(&self) -> bool {
         false
     }
 
-    /// Runs no code.
+    /// Runs no compiled code, because there is none in a build without a compiler.
     pub(crate) fn run<H: Hypervisor>(
         &mut self,
         _: &mut State,

@@ -15,7 +15,7 @@ use crate::tier::Access;
 /// processors do not take it. An exclusive store fails if the memory's value has changed since the exclusive load. It
 /// succeeds although another processor has stored, if the value is the same as before.
 pub trait Memory {
-    /// Why an access fails.
+    /// The reason why an access fails.
     type Fault;
 
     /// Fetches the instruction at an address, which is a multiple of 4.
@@ -44,7 +44,7 @@ pub trait Memory {
         address: u64,
         access: Access,
     ) -> Result<u128, Self::Fault>;
-    /// Stores 16 bytes.
+    /// Stores 16 bytes at a virtual address.
     fn store_wide(
         &mut self,
         state: &State,

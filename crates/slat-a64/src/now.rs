@@ -31,7 +31,7 @@ impl<F> From<Exception> for Stop<F> {
 pub(crate) struct Now<'a, M> {
     pub(crate) state: &'a mut State,
     pub(crate) machine: &'a mut M,
-    /// The address of the instruction.
+    /// The guest address of the current instruction.
     pub(crate) pc: u64,
 }
 

@@ -35,7 +35,7 @@ pub struct Pstate {
     pub pan: bool,
     /// DIT: data-independent timing. It has no effect on this CPU.
     pub dit: bool,
-    /// IL: the illegal execution state.
+    /// IL: whether the processor is in the illegal execution state.
     pub il: bool,
     /// SS: software step executes an instruction before it raises its exception.
     pub ss: bool,

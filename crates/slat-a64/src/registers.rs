@@ -2,7 +2,7 @@
 
 use crate::insn::SystemName;
 
-/// The levels that may access a register.
+/// The exception levels that may access a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rights {
     /// EL0 and EL1 may read and write.
@@ -235,7 +235,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 3, 13, 0, 3], Rights::El0Reads, 0, ALL),
 ];
 
-/// A register's index in the table.
+/// The index of a system register in [`REGISTERS`].
 #[derive(Clone, Copy)]
 pub(crate) struct Row(usize);
 
@@ -333,7 +333,7 @@ pub fn is_writable(name: SystemName) -> bool {
 pub(crate) struct Values([u64; REGISTERS.len()]);
 
 impl Values {
-    /// Returns the values after reset.
+    /// Returns the values of all system registers after reset.
     pub(crate) fn reset() -> Self {
         Self(core::array::from_fn(|n| REGISTERS[n].reset))
     }

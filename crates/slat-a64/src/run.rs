@@ -9,7 +9,7 @@ use crate::state::State;
 use crate::tier::{Exception, Next};
 use alloc::vec::Vec;
 
-/// Why a run ends.
+/// The reason why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit<F> {
     /// The run has executed as many instructions as the caller allowed.

@@ -20,11 +20,11 @@ const FPSR_WRITABLE: u32 = 0x0800_009f;
 /// The address and the value of the last exclusive load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exclusive {
-    /// The virtual address.
+    /// The virtual address of the exclusive load.
     pub address: u64,
     /// The logarithm of the number of bytes loaded.
     pub size: u8,
-    /// The loaded value.
+    /// The value that the exclusive load has returned.
     pub value: u128,
 }
 

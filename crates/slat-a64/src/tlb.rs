@@ -81,7 +81,7 @@ pub(crate) struct Tlb {
     filled: Vec<u16>,
     /// Whether a page that is part of a larger one was entered since the last full flush.
     has_large: bool,
-    /// The current address space (ASID).
+    /// The number (ASID) of the current address space.
     space: u16,
 }
 

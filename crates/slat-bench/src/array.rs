@@ -492,7 +492,7 @@ mod tests {
             let base = random(&mut seed) % PAGES;
             let change = match (model.get(&id), random(&mut seed) % 3) {
                 (Some(_), 0) => region(id, 0, 0),
-                // A move does not change the backing.
+                // A change that moves a slot does not change the memory that backs the slot.
                 (Some(old), _) => (*old).with_gpa(Gpa(base << PAGE_SHIFT)),
                 (None, _) => region(id, base, 1 + random(&mut seed) % 12),
             };

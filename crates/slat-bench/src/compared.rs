@@ -29,7 +29,7 @@ pub struct Line {
 /// A goal for a value: a limit that the value must not exceed, or must reach.
 #[derive(Clone, Debug)]
 pub struct Goal {
-    /// A short text of the goal.
+    /// The goal as a short text, for example in a cell of a table.
     pub text: String,
     /// Whether the goal was reached.
     pub met: bool,
@@ -198,7 +198,7 @@ impl Line {
 pub(crate) enum Rows {
     /// A row is a metric of a case, under a heading with the case's name. The columns compare variants.
     Metrics,
-    /// A row is a case. A column is a metric.
+    /// Each row of the table is a case, and each column a metric.
     Cases,
 }
 

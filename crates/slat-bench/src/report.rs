@@ -27,14 +27,14 @@ pub enum Unit {
     Share,
 }
 
-/// One value of one metric.
+/// A sample: one measured value of one metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample {
     /// The metric's name in the JSON output.
     pub metric: &'static str,
     /// The metric's unit.
     pub unit: Unit,
-    /// The value.
+    /// The measured value, in `unit`.
     pub value: f64,
 }
 
@@ -70,7 +70,7 @@ pub struct Row {
     pub variant: &'static str,
     /// The metric's name.
     pub metric: &'static str,
-    /// The median.
+    /// The median of the measured values.
     pub value: f64,
     /// The metric's unit.
     pub unit: Unit,

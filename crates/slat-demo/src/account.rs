@@ -15,7 +15,7 @@ impl Account {
         }
     }
 
-    /// Adds a step.
+    /// Adds a step of the program, and the time that the step took.
     pub fn step(&mut self, what: impl Into<String>, time: Duration) {
         let what = what.into();
         self.lines

@@ -11,7 +11,8 @@ use crate::thread::bits;
 use crate::ticker;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a VM may be called.
+/// Whether calls of a VM are allowed: not in a forked child, and not after a call that has panicked or lost the guest's
+/// state.
 #[derive(Debug)]
 pub(crate) struct Life {
     birth: Birth,

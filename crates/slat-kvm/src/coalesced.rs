@@ -28,7 +28,7 @@ fn entries() -> u32 {
     (bytes / size_of::<kvm_coalesced_mmio>()) as u32
 }
 
-/// The ring of a VM.
+/// The ring of coalesced MMIO and port writes of a VM.
 #[derive(Debug)]
 pub(crate) struct Coalesced {
     ring: Shared,

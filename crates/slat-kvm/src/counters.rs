@@ -20,7 +20,7 @@ macro_rules! exits {
         }
 
         impl Exits {
-            /// The names of the plain counters.
+            /// The names of the counters that are single numbers.
             pub(crate) const NAMES: &[&str] = &[$(stringify!($name),)* "halt_wakeup", "halt_wait_ns"];
 
             /// Returns the value of the counter with this index in [`Self::NAMES`].
@@ -35,7 +35,7 @@ pub(crate) use exits;
 /// The counters of a vCPU's halts, which every architecture has.
 #[derive(Debug, Default)]
 pub(crate) struct Halts {
-    /// Halts that ended.
+    /// The number of halts that have ended.
     pub(crate) wakeup: Count,
     /// The nanoseconds spent in halts.
     pub(crate) wait_ns: Count,

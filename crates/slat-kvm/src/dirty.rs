@@ -19,7 +19,7 @@ pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;
 
 const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
 
-/// The rings of a VM.
+/// The dirty rings of a VM.
 #[derive(Debug, Default)]
 pub(crate) struct Rings {
     /// The number of bytes of each ring; 0: there are no rings.

@@ -13,7 +13,7 @@ use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Mutex, PoisonError};
 
-/// One eventfd.
+/// An eventfd of the client, by a descriptor that only slat uses.
 #[derive(Debug)]
 pub(crate) struct EventFd {
     fd: Own,

@@ -23,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The kind of address that a guest accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Space {
-    /// Guest-physical addresses.
+    /// MMIO: the space of guest-physical addresses.
     Memory,
     Ports,
     /// An address space that only another architecture has. An x86 guest cannot write to this space, but KVM accepts

@@ -21,7 +21,7 @@ pub(crate) enum Device {
 
 /// The bus of a VM.
 pub(crate) type Bus = IoBus<Device>;
-/// The bus as one vCPU saw it last.
+/// A vCPU's copy of the bus's current table.
 pub(crate) type Known = KnownBus<Device>;
 
 /// The greatest number of devices in one space, without eventfds: KVM's `NR_IOBUS_DEVS`.

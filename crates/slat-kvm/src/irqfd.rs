@@ -44,7 +44,7 @@ pub(crate) trait Lines: Send + Sync {
     fn pulse(&self, gsi: u32, source: u8);
 }
 
-/// One irqfd.
+/// An irqfd: an eventfd, and the interrupt that its signal raises.
 #[derive(Debug)]
 struct IrqFd {
     lines: Weak<dyn Lines>,

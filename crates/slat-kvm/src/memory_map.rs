@@ -15,7 +15,7 @@ pub struct Cell {
     pub by_level: [u64; 3],
     /// Pages with an MMIO entry, including MMIO entries of an old generation.
     pub mmio: u64,
-    /// Pages that are not executable.
+    /// The number of pages that are mapped without the right to execute.
     pub nx: u64,
     /// Pages that are not writable because their memslot has a dirty log.
     pub protected: u64,

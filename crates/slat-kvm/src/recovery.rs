@@ -49,7 +49,7 @@ pub(crate) fn begin() {
 }
 
 impl Recovery {
-    /// Locks the number of changes.
+    /// Locks `changes`, the number of times that parameters have changed.
     pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, u64> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The statistics of several VMs of the process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Totals {
-    /// The number of VMs.
+    /// The number of VMs whose statistics are summed.
     pub vms: u64,
     /// The sums of the statistics of the VMs' memory systems.
     pub memory: Stats,

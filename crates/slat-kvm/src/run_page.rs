@@ -270,7 +270,7 @@ impl RunPage {
         })
     }
 
-    /// Returns the address of the first page.
+    /// Returns the address of the mapping's first page, which is `kvm_run`.
     pub(crate) fn address(&self) -> usize {
         self.memory.start() as usize
     }

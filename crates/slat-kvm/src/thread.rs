@@ -13,7 +13,7 @@ use std::ptr::null;
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;
-    /// There may be an interrupt to deliver.
+    /// The vCPU has to check for an interrupt that it can deliver.
     pub const IRQ: u32 = 1 << 9;
     /// The deadline of one of the vCPU's timers has passed, or a synthetic timer of Hyper-V's interface was changed.
     pub const TIMER: u32 = 1 << 10;

@@ -54,7 +54,7 @@ impl Periodic {
 
 /// The action of the ticker at a client's deadline.
 pub(crate) enum Alarm {
-    /// Raises [`bits::TIMER`] in this word.
+    /// A vCPU's timer: the ticker raises [`bits::TIMER`] in this attention word.
     Vcpu(Attention),
     /// Calls [`VmTimers::expired`] with this timer.
     Vm(Weak<dyn VmTimers>, VmTimer),
@@ -78,7 +78,7 @@ pub(crate) struct Client {
     alarm: Alarm,
     /// The number of [`Polling`] guards of the vCPU.
     polls: AtomicU32,
-    /// Whether the vCPU executes now.
+    /// Whether the vCPU executes guest code now.
     executes: AtomicBool,
     deadline: Mutex<Option<Instant>>,
 }

@@ -60,7 +60,7 @@ impl PageKind {
 /// A change of the host mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostChange {
-    /// The mapping does not change.
+    /// The host's mapping of the pages does not change.
     Nothing,
     /// The host maps new memory at this level, as far as the range is aligned to the level.
     Remap {

@@ -28,15 +28,15 @@ const READONLY: u32 = 2;
 /// A memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSlot {
-    /// The size of a page.
+    /// The granule, which determines the size of a page.
     pub granule: Granule,
-    /// The first guest frame.
+    /// The first guest frame of the slot.
     pub base: u64,
-    /// The length in pages.
+    /// The length of the slot in pages.
     pub pages: u64,
-    /// The address of the backing, in bytes.
+    /// The host-virtual address of the memory that backs the slot.
     pub backing: u64,
-    /// The flags `KVM_MEM_*`.
+    /// The slot's flags (`KVM_MEM_*`).
     pub flags: u32,
     /// The rights that the guest gets at most.
     pub rights: Rights,
@@ -222,7 +222,7 @@ impl Log {
 /// The memory of a guest, in one address space.
 #[derive(Clone, Debug)]
 pub struct GuestModel {
-    /// The size of a page.
+    /// The granule, which determines the size of a page.
     pub granule: Granule,
     /// The number of guest frames that the tables can map.
     pub capacity: u64,

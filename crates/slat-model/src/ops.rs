@@ -16,14 +16,14 @@ pub enum Op {
     SetRegion {
         /// The number of the address space, which may be invalid.
         space: usize,
-        /// The arguments.
+        /// The arguments of the call.
         region: Region,
     },
     /// Changes several memslots atomically, with valid or invalid arguments.
     SetRegions {
-        /// The address space.
+        /// The number of the address space.
         space: usize,
-        /// The arguments.
+        /// The arguments of the call.
         changes: Vec<Change>,
     },
     /// A vCPU looks up the slot that contains an address.
@@ -35,7 +35,7 @@ pub enum Op {
     },
     /// An access by a vCPU.
     Translate {
-        /// The vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// The guest-physical address.
         gpa: u64,
@@ -44,7 +44,7 @@ pub enum Op {
     },
     /// A write by the hardware walker of a vCPU, if the tables allow it.
     Walk {
-        /// The vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// The guest-physical address.
         gpa: u64,
@@ -55,43 +55,43 @@ pub enum Op {
         vcpu: usize,
         /// The first guest-physical address.
         gpa: u64,
-        /// The length in bytes.
+        /// The number of bytes to populate.
         bytes: u64,
     },
     /// A call of KVM_SET_MEMORY_ATTRIBUTES.
     Convert {
-        /// The first frame.
+        /// The first guest frame to convert.
         gfn: u64,
-        /// The number of frames.
+        /// The number of guest frames to convert.
         pages: u64,
         /// Whether the frames become private; otherwise they become shared.
         private: bool,
     },
     /// The host mapping of some pages changes, in an invalidation.
     Invalidate {
-        /// The pages of host memory.
+        /// The pages of host memory whose mapping changes.
         pages: Range<u64>,
-        /// Their new mapping.
+        /// The new mapping of these pages.
         change: HostChange,
         /// Accesses to these frames by a vCPU during the invalidation, both before and after the change.
         during: Vec<(u64, Access)>,
     },
     /// A call of KVM_GET_DIRTY_LOG.
     DirtyLog {
-        /// The address space.
+        /// The number of the address space.
         space: usize,
         /// The id of the slot.
         id: u32,
     },
     /// A call of KVM_CLEAR_DIRTY_LOG for a range that may be invalid.
     ClearLog {
-        /// The address space.
+        /// The number of the address space.
         space: usize,
         /// The id of the slot.
         id: u32,
-        /// The first page.
+        /// The first page of the slot for which the call clears the log.
         first: u64,
-        /// The number of pages.
+        /// The number of pages for which the call clears the log.
         pages: u64,
         /// The value of every word of the bitmap.
         pattern: u64,
@@ -105,7 +105,7 @@ pub enum Op {
     },
     /// The VMM collects entries of a vCPU's dirty ring.
     Collect {
-        /// The vCPU.
+        /// The number of the vCPU.
         vcpu: usize,
         /// The largest number of ring entries to collect.
         entries: u32,
@@ -137,7 +137,7 @@ pub enum Op {
     UseSpace {
         /// The number of the vCPU.
         vcpu: usize,
-        /// The address space.
+        /// The number of the address space.
         space: usize,
     },
     /// Begins a snapshot of the VM, unless there is one.

@@ -19,7 +19,7 @@ use crate::watched::Watched;
 /// A moment at which a test can run code, to cause an interleaving of threads that rarely happens by chance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A table frame is requested.
+    /// The engine requests a frame for a table.
     Alloc,
     /// A walk reaches this table.
     Entries(Pfn),
@@ -32,7 +32,7 @@ pub enum Event {
     /// An entry of the guest's own tables is about to be read, or was just read, but the engine has not got the value
     /// yet ([`SimMachine::guest_entry`]).
     GuestEntry(Hpa),
-    /// The engine waits.
+    /// The engine waits for a lock, a reader or a flush.
     Wait(WaitFor),
     /// The engine flushes hardware, for the frames from the first one up to, but excluding, the second one.
     Flush(Gfn, Gfn),

@@ -8,9 +8,9 @@ use slat::{DirtyGfn, DirtyRing};
 /// A page in a ring entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyPage {
-    /// The address space.
+    /// The number of the page's address space.
     pub space: usize,
-    /// The id of the slot.
+    /// The id of the page's slot.
     pub slot: u32,
     /// The number of the page, counted from the slot's start.
     pub page: u64,

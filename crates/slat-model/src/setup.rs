@@ -15,7 +15,7 @@ pub const fn first_space_of(vcpu: usize) -> usize {
     vcpu / 2
 }
 
-/// The parameters of a run.
+/// The parameters of a run of the model test.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     /// The maximum number of pages of host memory. A [`Machine`](crate::Machine) may have fewer.

@@ -8,7 +8,7 @@ use std::hint::black_box;
 pub enum Metric {
     /// Nanoseconds for each 4 KiB page of the range.
     NsPerPage,
-    /// Nanoseconds for each call.
+    /// The time of a call, in nanoseconds.
     NsPerOp,
     /// Faults per second of all threads together.
     FaultsPerS,

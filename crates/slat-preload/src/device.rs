@@ -17,7 +17,7 @@ use crate::table;
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct How {
-    /// The flags `O_…`.
+    /// The flags `O_…` with which the file is opened.
     pub flags: u64,
     /// The mode of a file that the call creates.
     pub mode: u64,

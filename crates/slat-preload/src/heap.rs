@@ -147,7 +147,7 @@ impl State {
     }
 }
 
-/// Whether the reserve is unused.
+/// Whether no allocation has used the heap's reserve yet.
 static IS_WHOLE: AtomicBool = AtomicBool::new(false);
 
 static STATE: Mutex<State> = Mutex::new(State {

@@ -111,7 +111,7 @@ pub fn may_be_unread(errno: c_int) -> bool {
 /// Whether the memory of a path is known to be readable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Memory {
-    /// The memory may not be readable.
+    /// It is not known whether the memory is readable.
     Unknown,
     /// The kernel has just read the memory.
     Read,

@@ -20,7 +20,7 @@ use std::ffi::{c_int, c_void};
 pub enum At {
     /// The current position of the descriptor.
     Position,
-    /// An offset that the caller passes.
+    /// An offset in the file, which the caller passes (pread).
     Offset(i64),
 }
 
@@ -34,7 +34,7 @@ impl At {
     }
 }
 
-/// The data that the client writes.
+/// The data that the client writes to a special file.
 #[derive(Clone, Copy)]
 pub enum Data {
     /// One buffer: its address and its number of bytes.

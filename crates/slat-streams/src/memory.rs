@@ -71,7 +71,7 @@ impl Reserved {
         }
     }
 
-    /// Returns the first address.
+    /// Returns the first address of the reserved range.
     pub fn start(&self) -> usize {
         self.start
     }

@@ -60,7 +60,7 @@ impl Kick {
 /// A step of a lane (a thread of the stream): one call that the watchman supervises.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// The name of the step.
+    /// The name of the step that a lane is in.
     pub what: &'static str,
     /// The step's object and its argument, for the report.
     pub detail: [u64; 2],

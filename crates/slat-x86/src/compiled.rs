@@ -22,7 +22,7 @@ pub(crate) fn set_of(rip: u64) -> usize {
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(crate) struct Target {
-    /// The guest's address of the code.
+    /// The guest's linear address (RIP) of the compiled code.
     pub(crate) rip: u64,
     /// The snapshot of the code's page. If its stamp is not the CPU's, the page must be checked before the code is
     /// entered. The snapshot is alive as long as `edition` equals the CPU's.
@@ -47,7 +47,7 @@ unsafe impl Zeroed for Targets {}
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped: a [`Step`](crate::region::Step).
     pub(crate) step: *const (),
-    /// Why the last instruction ended.
+    /// The [`Break`] with which the last instruction has ended.
     pub(crate) why: Break,
     /// The RIP set by an instruction that ended with [`Break::Jump`].
     pub(crate) rip: u64,

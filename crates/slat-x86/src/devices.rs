@@ -140,9 +140,9 @@ pub(crate) struct Question {
 /// The kind of the instruction, which says where its result goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QuestionKind {
-    /// RAX receives the result.
+    /// A hypercall: RAX receives the result.
     Hypercall,
-    /// EDX:EAX receives the result.
+    /// RDMSR: EDX:EAX receives the result.
     Rdmsr,
     /// WRMSR: there is no register for a result; the result only finishes the instruction.
     Wrmsr,

@@ -7,7 +7,7 @@ use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
 /// The features of SVM that this CPU has, as bits of EDX of CPUID leaf 0x8000_000a.
 pub mod svm {
-    /// Nested paging.
+    /// Nested paging (NP).
     pub const NESTED_PAGING: u32 = 1 << 0;
     /// A #VMEXIT stores the address of the next instruction (nRIP).
     pub const NEXT_RIP: u32 = 1 << 3;

@@ -25,7 +25,7 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     /// Writes register `r`. Writing 32 bits clears the upper half of the register; writing 8 or 16 bits leaves the
     /// other bits of the register unchanged.
     fn set(cpu: &mut impl Registers, r: u8, v: Self);
-    /// Returns the sign bit.
+    /// Returns whether the sign bit is set.
     #[inline(always)]
     fn top(self) -> bool {
         self.zx() >> (Self::BITS - 1) & 1 != 0

@@ -8,7 +8,7 @@ use crate::mode;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub(crate) struct Key {
-    /// The linear address.
+    /// The linear address of the block's first instruction.
     pub lin: u64,
     pub rip: u64,
     /// The decoding mode: see [`crate::mode`].

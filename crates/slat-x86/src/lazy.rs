@@ -29,7 +29,7 @@ pub(crate) const DEC: u8 = 20;
 pub(crate) const SHL: u8 = 24;
 /// OF is set if the two upper bits of the result differ.
 pub(crate) const SHR: u8 = 28;
-/// OF and AF are in `given`.
+/// OF and AF are not computed, but stored in `given`.
 pub(crate) const GIVEN: u8 = 32;
 
 pub(crate) const GIVEN_OF: u8 = 1;

@@ -90,7 +90,7 @@ pub struct HostPage {
     pub global: bool,
 }
 
-/// Why an address has no translation.
+/// The reason why an address has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The guest's tables do not allow the access. The CPU raises #PF with this error code, and the address in CR2.
@@ -100,7 +100,7 @@ pub enum Fault {
     },
     /// The tables of [`Paging::nested`] do not allow the access. The CPU makes a #VMEXIT of the nested guest.
     NestedPage {
-        /// EXITINFO1 (AMD64 volume 2, 15.25.6).
+        /// The value for EXITINFO1, which describes the nested page fault (AMD64 volume 2, 15.25.6).
         error_code: u64,
         /// The guest-physical address of the nested guest.
         gpa: u64,
@@ -322,25 +322,25 @@ pub enum ProbeKind {
     Access,
 }
 
-/// Why a run ended with [`Exit::Probe`].
+/// The reason why a run ended with [`Exit::Probe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeHit {
     /// A code probe is at the next instruction.
     Code,
     /// The last instruction has accessed this linear address, which a data probe of this kind watches.
     Data(ProbeKind, u64),
-    /// An instruction was executed by a step.
+    /// The CPU has executed one instruction, because the debugger steps it.
     Step,
 }
 
-/// Why a run ended.
+/// The reason why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// A port access. RIP is still the address of the instruction. The caller must call
     /// [`Cpu::complete_io`](crate::Cpu::complete_io), which finishes the instruction, before the next run. For a write,
     /// the caller passes no data.
     Io {
-        /// The port.
+        /// The number of the I/O port.
         port: u16,
         /// The number of bytes of each unit: 1, 2 or 4.
         size: u8,
@@ -353,13 +353,13 @@ pub enum Exit {
     /// An access to a guest-physical address without memory. For a read, the caller must provide the data by
     /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run. A write needs no call.
     Mmio {
-        /// The guest-physical address.
+        /// The guest-physical address of the access.
         gpa: u64,
-        /// The number of bytes: 1 to 8.
+        /// The number of bytes that are accessed: 1 to 8.
         len: u8,
         /// Whether the access is a write, not a read.
         write: bool,
-        /// The data of a write.
+        /// The data that a write has written.
         data: [u8; 8],
     },
     /// A hypercall that the machine leaves to the caller. RIP is still the address of the instruction. The caller must
@@ -368,7 +368,7 @@ pub enum Exit {
     /// A refused access to an MSR that the caller has to handle. RIP is still the address of the instruction. The
     /// caller must finish the access by [`Cpu::complete_msr`](crate::Cpu::complete_msr) before the next run.
     Msr {
-        /// The MSR.
+        /// The number of the MSR.
         index: u32,
         /// The value that WRMSR writes; `None` for RDMSR.
         value: Option<u64>,
@@ -378,11 +378,11 @@ pub enum Exit {
     /// The delivery of an interrupt or exception accessed an address without memory. The delivery has had no effect,
     /// and the next run repeats it.
     Delivery {
-        /// The vector of the event.
+        /// The vector of the interrupt or exception.
         vector: u8,
         /// Whether an instruction (INT n, INT3, INTO) raised the event on purpose.
         software: bool,
-        /// The guest-physical address.
+        /// The guest-physical address of the access.
         gpa: u64,
     },
     /// The guest has executed HLT. RIP is the address after it.
@@ -400,9 +400,9 @@ pub enum Exit {
     Emulation {
         /// The instruction's bytes, as far as they are known.
         bytes: [u8; 15],
-        /// The number of bytes that are known.
+        /// The number of the instruction's bytes that are known.
         len: u8,
-        /// The missing feature, for the log.
+        /// The feature that is missing, as a text for the log.
         reason: &'static str,
     },
     /// The guest can accept an interrupt now. [`Cpu::interrupt_window`](crate::Cpu) has requested this exit.
@@ -421,7 +421,7 @@ pub enum Exit {
     OutOfMemory,
     /// A debug exception that the [`Debugger`](crate::Debugger) claims.
     Debug {
-        /// 1 (#DB) or 3 (#BP).
+        /// The vector of the exception: 1 (#DB) or 3 (#BP).
         vector: u8,
         /// The value of DR6 that the guest would have seen.
         dr6: u64,

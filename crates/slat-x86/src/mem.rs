@@ -238,14 +238,14 @@ impl Cpu {
         Ok(places.source())
     }
 
-    /// Reads the memory operand.
+    /// Reads the memory operand of `op`.
     #[inline(always)]
     pub(crate) fn load_mem<T: Word>(&mut self, op: &Op) -> Result<T, Break> {
         let lin = self.lin(op, size_of::<T>() as u32)?;
         self.load(lin)
     }
 
-    /// Writes the memory operand.
+    /// Writes `v` to the memory operand of `op`.
     #[inline(always)]
     pub(crate) fn store_mem<T: Word>(&mut self, op: &Op, v: T) -> Result<(), Break> {
         let lin = self.lin(op, size_of::<T>() as u32)?;
@@ -298,7 +298,7 @@ impl Cpu {
         self.places(lin, len, Access::Write).map(|_| ())
     }
 
-    /// Reads bytes, at most a page.
+    /// Reads `buffer.len()` bytes at `lin`, at most a page.
     pub(crate) fn load_bytes(&mut self, lin: u64, buffer: &mut [u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, buffer.len(), Access::Read)?;
@@ -327,7 +327,7 @@ impl Cpu {
         }
     }
 
-    /// Writes bytes, at most a page.
+    /// Writes `bytes` at `lin`, at most a page.
     pub(crate) fn store_bytes(&mut self, lin: u64, bytes: &[u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, bytes.len(), Access::Write)?;

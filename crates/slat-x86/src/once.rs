@@ -11,7 +11,7 @@ pub(crate) struct Once {
     pub(crate) key: u64,
     /// The clock's generation when `host` was translated; 0 if it must be translated again.
     pub(crate) generation: u64,
-    /// The host address of the page.
+    /// The host address of the page that contains the code.
     pub(crate) host: *mut u8,
 }
 

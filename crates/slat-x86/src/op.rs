@@ -56,7 +56,7 @@ pub(crate) mod form {
     pub const INDEX: u8 = 1;
     /// In 64-bit mode: displacement only (also RIP-relative), in a flat segment.
     pub const DISP: u8 = 2;
-    /// All other forms.
+    /// The form of all other memory operands.
     pub const FULL: u8 = 3;
 }
 

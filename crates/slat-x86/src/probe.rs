@@ -21,7 +21,7 @@ const STEP: u64 = 1 << 33;
 pub struct Probe {
     /// The kind of access that ends the run.
     pub kind: ProbeKind,
-    /// The first linear address.
+    /// The first linear address that the probe watches.
     pub first: u64,
     /// The number of bytes. A code probe has one byte.
     pub bytes: u64,

@@ -29,7 +29,7 @@ const LINE: usize = 64;
 pub(crate) struct Snapshot {
     /// The CPU's stamp when the lines were last known to equal memory.
     pub(crate) stamp: u64,
-    /// The host address of the page.
+    /// The host address of the page of which this is a snapshot.
     pub(crate) host: *mut u8,
     /// A number, at least 1, that identifies the page's contents. Different contents have different numbers.
     pub(crate) edition: u64,
@@ -140,7 +140,7 @@ impl Snapshot {
         same
     }
 
-    /// Whether memory still holds all lines.
+    /// Whether memory still equals all copied lines of the page.
     pub(crate) fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
             // SAFETY: `host` was translated in this generation, and the access is guarded.

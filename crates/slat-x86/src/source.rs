@@ -1,6 +1,6 @@
 //! The sources of events: interrupts, exceptions and instructions.
 
-/// What has caused an event.
+/// The cause of an interrupt or exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// An external interrupt.

@@ -111,9 +111,9 @@ pub mod xcr0 {
 /// A segment register with its hidden part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
-    /// The selector.
+    /// The segment's selector.
     pub selector: u16,
-    /// The base address.
+    /// The segment's base address.
     pub base: u64,
     /// The limit in bytes, with the granularity bit applied.
     pub limit: u32,
@@ -179,7 +179,7 @@ pub struct F80 {
 /// An exception with its error code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exception {
-    /// The vector.
+    /// The exception's vector.
     pub vector: u8,
     /// The error code, for vectors that push an error code.
     pub error: Option<u32>,

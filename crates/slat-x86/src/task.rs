@@ -38,7 +38,7 @@ const DR7_LOCAL: u64 = 0x155;
 /// The busy bit in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
 
-/// What has caused a task switch.
+/// The cause of a task switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
     /// A far JMP.
@@ -49,7 +49,7 @@ pub(crate) enum Initiator {
     Return,
     /// An exception, an interrupt or INT n.
     Event {
-        /// The source of the event.
+        /// The cause of the event.
         source: Source,
         /// The error code that is pushed on the new task's stack.
         error: Option<u32>,
@@ -85,7 +85,7 @@ impl Initiator {
 
 /// The task that a switch will enter.
 struct Task {
-    /// The segment that TR will hold.
+    /// The segment that TR will have after the switch.
     segment: Segment,
     format: Format,
     image: Image,

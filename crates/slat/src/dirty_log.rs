@@ -44,7 +44,7 @@ impl LogKind {
     }
 }
 
-/// The log of a slot.
+/// The dirty log of a slot.
 pub(crate) struct DirtyLog {
     kind: LogKind,
     /// The lock that is held by each operation that begins, harvests or clears the log.
@@ -94,7 +94,7 @@ impl DirtyLog {
         self.kind
     }
 
-    /// Marks the page `page` of the slot.
+    /// Marks page `page` of the slot as dirty in the bitmap.
     pub(crate) fn mark(&self, page: u64) {
         let word = &self.bits[page as usize / 64];
         let bit = 1 << (page % 64);

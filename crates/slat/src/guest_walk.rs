@@ -14,7 +14,7 @@ use crate::addr::{Access, Gpa};
 pub enum Mode {
     /// CR4.PAE clear: two levels of 1024 four-byte entries.
     Bits32 {
-        /// CR4.PSE: 4 MiB pages.
+        /// CR4.PSE: whether an entry of level 2 can map 4 MiB.
         pse: bool,
     },
     /// CR4.PAE set outside long mode: four page-directory-pointer entries above two levels.
@@ -186,7 +186,7 @@ pub struct GuestPage {
 pub enum WalkError<E> {
     /// The guest gets #PF with this error code.
     PageFault {
-        /// Bits of [`error_code`].
+        /// Bits of the error code of the page fault ([`error_code`]).
         code: u32,
     },
     /// The guest's tables could not be accessed.
@@ -219,12 +219,12 @@ const GLOBAL: u64 = 1 << 8;
 const NO_EXECUTE: u64 = 1 << 63;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
 
-/// The parameters of a mode's tables.
+/// The parameters of the tables of a paging mode.
 struct Shape {
     levels: u32,
     /// The number of address bits that select an entry in a table.
     index_bits: u32,
-    /// Bytes in an entry.
+    /// The size of an entry in bytes.
     entry_size: usize,
     /// The guest-physical address of the root table.
     root: u64,

@@ -32,7 +32,7 @@ pub enum MmuKind {
 }
 
 impl MmuKind {
-    /// All kinds.
+    /// All kinds of MMU.
     pub const ALL: &[MmuKind] = &[MmuKind::Tdp, MmuKind::Direct, MmuKind::Shadow];
 
     /// Returns the name of the kind, as in `slat run --mmu`.

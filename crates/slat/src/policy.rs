@@ -75,7 +75,7 @@ macro_rules! policies {
                 Policy { $($name: self.$name(),)* }
             }
 
-            /// Sets one policy.
+            /// Replaces the value of one policy.
             pub fn set(&self, setting: Setting) {
                 match setting {
                     $(Setting::$Name(value) => self.$name.store(value.to_bits(), Relaxed),)*
@@ -223,7 +223,7 @@ words! {
     SplitWalk, "full-walk, skip-last-level, default":
     /// All tables, including tables that the split has just made.
     Full = "full-walk",
-    /// All tables except those of level 1.
+    /// An eager split enters all tables except those of level 1.
     SkipLastLevel = "skip-last-level",
     /// All tables except those of level 1, and tables of level 2 that have no huge leaf.
     Default = "default",

@@ -16,7 +16,7 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
-        /// Live counters of one owner.
+        /// Counters that one owner (for example a vCPU) increases.
         #[derive(Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: Counter,)*

@@ -18,7 +18,7 @@ pub enum Event {
     PageFault {
         /// The address of the access.
         fault_address: u64,
-        /// The right that is missing.
+        /// The kind of access, whose right is missing.
         access: Access,
     },
     /// `kvm_mmu_spte_requested`: a fault is about to install a leaf.

@@ -393,7 +393,7 @@ impl Drop for RunningVmid<'_> {
     }
 }
 
-/// Waits for a moment.
+/// Waits for a short time, so that another thread can proceed.
 fn pause(_: u32) {
     #[cfg(loom)]
     loom::thread::yield_now();

@@ -51,7 +51,7 @@ fn page_of((at, pc, _): Place) -> u64 {
     at.wrapping_sub(pc % PAGE)
 }
 
-/// A region that this processor uses.
+/// A compiled region that this processor uses.
 struct Installed {
     region: Arc<Region>,
     /// The value of [`Caches::code_edition`] when the region's words were last compared with memory. Dropping decoded
@@ -126,7 +126,7 @@ impl Compiled {
         self.regions = HashMap::default();
     }
 
-    /// Whether there is a compiler.
+    /// Whether the processor has a compiler.
     #[inline(always)]
     pub(crate) fn is_attached(&self) -> bool {
         self.client.is_some()

@@ -19,7 +19,7 @@ const MEMORY: usize = 64 << 20;
 /// The greatest number of pieces of guest code that the compiler remembers, compiled or not.
 const KNOWN: usize = 1 << 16;
 
-/// When code is compiled.
+/// The time at which code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
     /// The compiler's thread compiles code that has run often.

@@ -10,11 +10,11 @@ use std::ptr;
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct SavedFlags {
-    /// Negative if N is set.
+    /// A value that is negative if the flag N is set.
     pub(super) n: i64,
-    /// Zero if Z is set.
+    /// A value that is zero if the flag Z is set.
     pub(super) z: u64,
-    /// Negative if V is set.
+    /// A value that is negative if the flag V is set.
     pub(super) v: i64,
     pub(super) c: bool,
 }
@@ -31,7 +31,7 @@ impl SavedFlags {
 pub(super) struct Frame {
     pub(super) entry: slat_jit::Frame,
     pub(super) state: *mut State,
-    /// The first entry of the TLB.
+    /// The address of the first entry of the processor's TLB.
     pub(super) tlb: *const Entry,
     /// The first of the table's [`TARGETS`] entries.
     pub(super) targets: *const Target,

@@ -44,7 +44,7 @@ impl Request {
         }
     }
 
-    /// Packs the request into a number.
+    /// Packs the request into a number, which compiled code passes to a helper.
     pub(super) fn bits(self) -> i64 {
         let Access {
             order,
@@ -94,7 +94,7 @@ pub(super) struct Helpers {
     pub(super) load: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) store: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
     pub(super) load_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
-    /// The value to store is in the frame.
+    /// The helper takes the value to store from the frame.
     pub(super) store_vector: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) prepare_stores: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) zero_block: slat_jit::helper!(fn(&mut Frame, u64) -> u64),
@@ -102,7 +102,7 @@ pub(super) struct Helpers {
     pub(super) atomic: slat_jit::helper!(fn(&mut Frame, u64, u64, u64) -> u64),
     /// The expected value, the new value and the result are in the frame.
     pub(super) compare_exchange: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
-    /// The value to store is in the frame.
+    /// The helper takes the value to store from the frame.
     pub(super) store_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) read_system: slat_jit::helper!(fn(&mut Frame, u64, u64) -> u64),
     pub(super) mark_exclusive: slat_jit::helper!(fn(&mut Frame, u64, u64)),

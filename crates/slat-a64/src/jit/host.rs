@@ -23,7 +23,7 @@ pub(super) enum Usual {
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub(super) ty: Type,
-    /// The number of lanes that are computed.
+    /// The number of lanes of the vector that are computed.
     pub(super) lanes: u32,
     pub(super) size: u8,
 }

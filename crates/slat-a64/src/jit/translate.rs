@@ -234,7 +234,7 @@ impl<'a> Translator<'a> {
         }
         self.write_back();
         let b = &mut self.v.b;
-        // Computes what `target_index` computes.
+        // Emits code that computes the same index as the function `target_index`.
         let [low, high] = [2, 14].map(|by| b.ins().ushr_imm(pc, by));
         let index = b.ins().bxor(low, high);
         let index = b.ins().band_imm(index, TARGETS as i64 - 1);

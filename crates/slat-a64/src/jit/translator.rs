@@ -39,13 +39,13 @@ pub(super) struct Kept(Box<Function>);
 
 /// What is known at the current instruction of the translation.
 pub(super) struct Now {
-    /// The address of the instruction.
+    /// The guest address of the current instruction.
     pub(super) pc: u64,
     /// The number of counted instructions from the current instruction to the end of the block.
     pub(super) rest: i64,
     /// The registers whose current values are not in the state: one bit for each.
     pub(super) dirty: u64,
-    /// The flags, if the block has set them.
+    /// The values of the flags, if the block has set the flags.
     pub(super) flags: Option<[Truth; 4]>,
     /// Whether the last [checkpoint](super::plan) has saved the current flags to the frame.
     pub(super) has_saved_flags: bool,

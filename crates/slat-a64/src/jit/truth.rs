@@ -6,7 +6,7 @@ use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I32, I64};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
-/// A truth value.
+/// A condition in generated code, in one of several forms.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Truth {
     Constant(bool),

@@ -13,7 +13,7 @@ const LINK: u32 = 30;
 pub(super) const SP: u32 = 31;
 pub(super) const FLAGS: u32 = 32;
 
-/// What an instruction does.
+/// The effects of an instruction that matter for the plan of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Uses {
     /// The registers that are read, and those that are written: one bit for each.

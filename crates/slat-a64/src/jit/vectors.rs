@@ -14,7 +14,7 @@ pub(super) enum Vector {
     /// before it writes one.
     Register(u8),
     Halves([Value; 2]),
-    /// All 16 bytes.
+    /// A value with all 16 bytes of the register.
     Whole(Value),
     /// A floating-point number of single or double precision. All other bytes of the register are zeros.
     Number(Value),

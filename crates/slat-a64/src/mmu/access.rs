@@ -19,7 +19,7 @@ use crate::tier::Access;
 /// An access, split at the page boundary: the part in the page of its first byte, and the part in the next page.
 struct Places {
     first: Place,
-    /// The number of bytes in the first page.
+    /// The number of the access's bytes that are in the first of its two pages.
     bytes: u64,
     second: Option<Place>,
 }

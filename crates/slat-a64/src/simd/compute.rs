@@ -260,7 +260,7 @@ impl Function {
         )
     }
 
-    /// Computes the result.
+    /// Computes the result of the operation from the values of its three operands.
     pub(crate) fn compute(&self, [a, b, c]: [u128; 3], env: &mut Env) -> u128 {
         let size = self.size;
         match self.op {

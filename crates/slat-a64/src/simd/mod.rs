@@ -43,7 +43,7 @@ pub(crate) enum Output {
     Flags,
 }
 
-/// How an immediate changes a register.
+/// The way in which an immediate changes a vector register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     Set,

@@ -10,10 +10,10 @@ pub(super) const MAX_OUTPUT: u32 = 48;
 /// The least and the greatest TxSZ (FEAT_LVA and FEAT_TTST are absent).
 const TXSZ: core::ops::RangeInclusive<u64> = 16..=39;
 
-/// The EL1&0 regime.
+/// The settings of the EL1&0 translation regime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Regime {
-    /// SCTLR_EL1.M: stage 1 translates.
+    /// SCTLR_EL1.M: whether stage 1 translation is enabled.
     pub(crate) is_enabled: bool,
     /// SCTLR_EL1.I: instructions are cacheable while stage 1 is disabled.
     pub(crate) caches_instructions: bool,
@@ -35,11 +35,11 @@ pub(crate) struct Regime {
 pub(crate) struct Half {
     /// TTBRn_EL1 without the ASID: the address of the first table.
     pub(crate) base: u64,
-    /// The logarithm of the granule in bytes.
+    /// The base-2 logarithm of the granule's size in bytes.
     pub(crate) granule: u32,
     /// The number of address bits that are translated. `None`: TxSZ has an unsupported value.
     pub(crate) input: Option<u32>,
-    /// EPD: all walks fail.
+    /// TCR_EL1.EPD: all walks with this table base register fail.
     pub(crate) is_disabled: bool,
     /// HPD: the permissions in table descriptors have no effect.
     pub(crate) is_flat: bool,

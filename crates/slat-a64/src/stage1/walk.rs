@@ -8,7 +8,7 @@ pub(super) mod descriptor {
     pub(crate) const VALID: u64 = 1 << 0;
     /// The descriptor is a table, or at level 3 a page.
     pub(crate) const TABLE: u64 = 1 << 1;
-    /// The bits of an output address.
+    /// The bits of a descriptor that contain its output address.
     pub(crate) const ADDRESS: u64 = 0x0000_ffff_ffff_f000;
     pub(crate) const AP_EL0: u64 = 1 << 6;
     pub(crate) const AP_READ_ONLY: u64 = 1 << 7;
@@ -35,7 +35,7 @@ pub(crate) trait Tables {
     fn replace(&mut self, ipa: u64, old: u64, new: u64) -> Result<u64, Self::Refusal>;
 }
 
-/// Why a translation fails.
+/// The reason why a translation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure<R> {
     /// Stage 1 has a fault, with this fault status code.

@@ -153,7 +153,7 @@ impl Subject {
     }
 }
 
-/// A VM with this memslot.
+/// A VM with the memslot that is split.
 struct Machine<'s> {
     subject: &'s Subject,
     vm: VmFd,

@@ -9,9 +9,9 @@ const LINEAR: f64 = 30.0;
 pub enum Axis {
     /// A linear axis, which begins at 0.
     Linear {
-        /// The value at the right end.
+        /// The value at the right end of the axis.
         to: f64,
-        /// The distance between two marks.
+        /// The difference of the values of two neighbouring marks of the axis.
         step: f64,
     },
     /// A logarithmic axis, which marks powers of ten.

@@ -20,12 +20,12 @@ pub enum Role {
     Kvm,
 }
 
-/// One bar.
+/// One bar of a chart.
 #[derive(Debug)]
 pub struct Bar<'a> {
     /// The meaning of the bar.
     pub role: Role,
-    /// The name of the variant.
+    /// The name of the variant whose value the bar shows.
     pub name: &'a str,
     /// The value in the chart's unit.
     pub value: f64,
@@ -33,7 +33,7 @@ pub struct Bar<'a> {
     pub change: Option<f64>,
     /// The name and the value of the limit, which is the best possible result.
     pub limit: Option<(&'a str, f64)>,
-    /// The goal for the value.
+    /// The goal for the bar's value.
     pub goal: Option<&'a Goal>,
 }
 
@@ -46,7 +46,7 @@ pub struct Case<'a> {
     pub bars: Vec<Bar<'a>>,
 }
 
-/// One metric of several cases.
+/// A chart of one metric, for several cases.
 #[derive(Debug)]
 pub struct Chart<'a> {
     /// The first part of the cases' names. `None` if the chart has all cases of the metric.

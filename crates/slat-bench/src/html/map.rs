@@ -41,7 +41,7 @@ const OVER: [Kind; 5] = [NX, PROTECTED, DIRTY, ACCESSED, PRIVATE];
 
 /// A part of guest memory that is to be drawn.
 pub struct Strip<'a> {
-    /// A description in a few words.
+    /// A short description of what the map shows.
     pub name: &'a str,
     /// The number of 4 KiB pages in each cell.
     pub cell_pages: u64,

@@ -23,7 +23,7 @@ pub enum Space {
 /// The reason why the process holds all vCPUs.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// `slat gdb` has asked for the stop.
+    /// The VM has stopped because `slat gdb` has asked for the stop.
     Asked,
     /// The vCPU with this id has reached an instruction with a probe (a breakpoint).
     Code(u32),

@@ -40,7 +40,7 @@ pub struct Vm {
     pub pid: i32,
     pub number: u64,
     pub process: Process,
-    /// The id of the first vCPU.
+    /// The id of the VM's first vCPU.
     pub first: u32,
     /// Whether GDB's addresses are guest-physical; otherwise they are guest-virtual.
     pub physical: bool,

@@ -23,7 +23,7 @@ pub struct Vm {
 /// A part of an address space: a memslot, or a gap between memslots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The address space.
+    /// The number of the address space that contains the part.
     pub space: u64,
     /// The first guest-physical address of the part.
     pub gpa: u64,

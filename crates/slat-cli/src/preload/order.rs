@@ -38,7 +38,7 @@ fn file_name(path: &[u8]) -> &[u8] {
 /// The values of LD_PRELOAD for PROGRAM and for the programs that it starts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Order {
-    /// The value for PROGRAM.
+    /// The value of LD_PRELOAD for PROGRAM.
     pub program: OsString,
     /// The value for the programs that PROGRAM starts. It lacks the runtimes that only PROGRAM needs.
     pub children: OsString,

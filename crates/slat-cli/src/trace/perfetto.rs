@@ -21,7 +21,7 @@ struct Packets {
 
 #[derive(Clone, PartialEq, Message)]
 struct TracePacket {
-    /// The time in nanoseconds.
+    /// The time of the event in nanoseconds.
     #[prost(uint64, optional, tag = "8")]
     timestamp: Option<u64>,
     #[prost(uint32, tag = "10")]

@@ -12,7 +12,7 @@ const PFERR_WRITE: u64 = 1 << 1;
 /// The result in a record of `fast_page_fault` which says that the entry was changed.
 const RET_PF_FIXED: u64 = 3;
 
-/// Exits of one reason.
+/// The exits for one reason: their number and times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exits {
     /// The number of these exits.
@@ -22,9 +22,9 @@ pub struct Exits {
     pub timed: u64,
     /// The sum of the times of these exits.
     pub total_ns: u64,
-    /// The minimum of the times.
+    /// The shortest of the exits' times, in nanoseconds.
     pub min_ns: u64,
-    /// The maximum of the times.
+    /// The longest of the exits' times, in nanoseconds.
     pub max_ns: u64,
 }
 

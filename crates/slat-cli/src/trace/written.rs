@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 /// Adjacent page frames whose writes faulted only because dirty logging had write-protected their leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The first frame.
+    /// The first guest frame of the range.
     pub gfn: u64,
-    /// The number of frames.
+    /// The number of guest frames in the range.
     pub pages: u64,
     /// The number of faults on all these frames.
     pub faults: u64,

@@ -67,7 +67,7 @@ impl fmt::Display for LinkName {
 /// The result of an ioctl that succeeds.
 #[derive(Debug)]
 pub enum Answer {
-    /// The return value.
+    /// The value that `ioctl` returns.
     Value(i32),
     /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table of descriptors that the
     /// descriptor refers to the object.

@@ -61,7 +61,7 @@ const LOOKS_EVERY: Duration = Duration::from_millis(10);
 /// The longest line of a reader: a line with all probes.
 const LONGEST_LINE: usize = 4096 + 32 * MOST_PROBES;
 
-/// The names of probes.
+/// The names of the kinds of probes.
 const KINDS: [(&str, ProbeKind); 4] = [
     ("code", ProbeKind::Execute),
     ("write", ProbeKind::Write),

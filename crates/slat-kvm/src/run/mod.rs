@@ -36,7 +36,7 @@ pub(crate) const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// The next step of the run loop after an exit of the CPU.
 pub(crate) enum Next {
-    /// Run the guest again.
+    /// The run loop runs the guest again, without a return to the client.
     Again,
     /// Return to the client: the exit is in `kvm_run`.
     Return,

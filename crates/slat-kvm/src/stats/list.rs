@@ -13,9 +13,9 @@ use slat::Stats;
 /// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// The value only grows.
+    /// A counter: the value only grows.
     Counter,
-    /// The current value.
+    /// A gauge: the value is the current one, and may grow or shrink.
     Gauge,
     /// The largest value so far.
     Peak,
@@ -40,7 +40,7 @@ enum Source {
     Never,
 }
 
-/// One statistic.
+/// One statistic of a VM or a vCPU, as KVM's binary statistics describe it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) name: &'static str,

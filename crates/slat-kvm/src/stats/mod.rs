@@ -40,7 +40,7 @@ pub struct StatsObject {
     entries: Vec<Entry>,
     /// The bytes of the file: header, descriptors, and values.
     file: Shared,
-    /// The offset of the values.
+    /// The offset of the values in `file`.
     data: usize,
 }
 
@@ -183,7 +183,7 @@ fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
     let start = bytes.len();
     bytes.resize(start + NAME_SIZE, 0);
     let mut room = &mut bytes[start..start + NAME_SIZE - 1];
-    // Cuts off a name that does not fit.
+    // A name that does not fit is cut off, so an error is ignored.
     let _ = room.write_fmt(name);
 }
 

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const PERIOD: Duration = Duration::from_millis(10);
 /// The length of a pause of a vCPU after which the vCPU waits for a new reading before it runs again.
 const PAUSE: Duration = Duration::from_micros(100);
-/// The longest wait for a new reading.
+/// The longest time that a vCPU waits for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);
 
 /// The state that the observer shares with a thread that runs a vCPU.

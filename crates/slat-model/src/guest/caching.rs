@@ -263,7 +263,7 @@ fn shifts(paging: &GuestPaging) -> &'static [u32] {
 struct Tables<'a> {
     mmu: &'a mut CachingMmu,
     cpu: usize,
-    /// The number of levels.
+    /// The number of levels of the guest's tables.
     top: usize,
     /// The lowest level at which an entry is cached, and the values of the cached entries from this level up.
     known: Option<(u32, Values)>,

@@ -45,7 +45,7 @@ pub(super) struct Period {
     pub registers: Registers,
 }
 
-/// A TLB entry that may exist.
+/// A TLB entry that a vCPU may have cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cached {
     /// The PCID under which the translation was created.

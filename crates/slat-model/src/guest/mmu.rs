@@ -43,7 +43,7 @@ pub enum Outcome {
 /// A part of a store: the bytes in one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The first address of the part.
+    /// The first guest-physical address of the part of a store.
     pub gpa: Gpa,
     /// The number of bytes in the part.
     pub bytes: usize,

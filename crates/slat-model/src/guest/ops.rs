@@ -9,7 +9,7 @@ use super::mmu::{Invpcid, StoreKind};
 use super::registers::Privilege;
 use crate::host::HostChange;
 
-/// The address of a store.
+/// The address to which a store writes: virtual or physical.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
     /// A guest-virtual address, and the privileges of the access.

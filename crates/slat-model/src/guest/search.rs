@@ -21,7 +21,7 @@ use super::flushes::{Cached, Flushes, Period};
 use super::memory::{Memory, Time, Version};
 use super::mmu::Outcome;
 
-/// What a search looks for.
+/// The goal of a search of the guest's tables.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
     /// A path on which the access has this outcome.

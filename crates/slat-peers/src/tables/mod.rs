@@ -32,7 +32,7 @@ use ::slat::format::{Npt, Stage2, Sv48x4};
 use crate::frames;
 use crate::report::{Metric, Samples, time};
 
-/// The address at which the range begins.
+/// The guest-physical address at which the mapped range begins.
 pub const BASE: u64 = 1 << 30;
 /// The number of 4 KiB pages in the range.
 pub const PAGES: u64 = 1 << 18;

@@ -66,7 +66,7 @@ struct KeptFile {
     fd: AtomicI32,
     /// The address at which the file is mapped; 0 if it is not.
     start: AtomicUsize,
-    /// The file's size.
+    /// The size of the file in bytes.
     len: AtomicUsize,
 }
 
@@ -248,7 +248,7 @@ fn copy(start: usize, len: usize) -> Option<Opened> {
 /// Changes the library's copy: the copy names no dynamic linker, begins at [`begin::slat_carried`], and has the
 /// descriptors of the other files.
 fn change_library(made: &Memfds) -> Option<()> {
-    /// Length of a program header.
+    /// The size of an ELF program header in bytes.
     const HEADER_LEN: usize = 56;
     let file = made.0[LIBRARY].as_ref()?;
     let headers = Headers::read(file)?;

@@ -31,7 +31,7 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
     }
 }
 
-/// The file that is executed.
+/// The way in which the caller names the file that is executed.
 #[derive(Clone, Copy)]
 pub enum Executed {
     /// The file at a path.

@@ -59,7 +59,7 @@ impl Frame {
 #[derive(Debug)]
 pub struct KeptFrame {
     memory: Vec<u8>,
-    /// The offset of the frame in `memory`.
+    /// The offset of the copied frame in `memory`.
     at: usize,
 }
 

@@ -18,9 +18,9 @@ fn page() -> u64 {
 pub struct Image {
     /// The path of the program's file, without symbolic links.
     pub file: CString,
-    /// The address of the program headers.
+    /// The address of the program's ELF program headers in memory.
     pub headers: usize,
-    /// The number of program headers.
+    /// The number of the program's ELF program headers.
     pub count: usize,
     /// The program's entry point.
     pub entry: usize,

@@ -9,9 +9,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 /// The implementation of KVM that serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
-    /// slat.
+    /// slat answers the requests.
     Slat,
-    /// The host's kernel.
+    /// The KVM of the host's kernel answers the requests.
     Kernel,
 }
 

@@ -68,7 +68,7 @@ pub enum On {
 /// The argument of a request, before the rule's field is set in it.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument {
-    /// A number, which is the field itself.
+    /// The argument of the ioctl is a number, which is the field itself.
     Number,
     /// The struct that another request reads. Here are the number of that request, and the struct's size in bytes.
     Read(u32, usize),
@@ -127,7 +127,7 @@ pub struct Rule {
     pub request: u32,
     /// The kind of object that serves the request.
     pub on: On,
-    /// The rule in words.
+    /// The rule for the field's values, in words for a message.
     pub words: &'static str,
     /// The interrupt controllers of the VM.
     pub controllers: Controllers,

@@ -272,7 +272,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     code.extend((0..immediate).map(|_| byte(rng)));
 }
 
-/// The way in which the code ends.
+/// The way in which a generated piece of guest code ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The code ends with a jump to its beginning.

@@ -74,7 +74,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Makes an empty buffer.
+    /// Makes an empty buffer for a request's argument.
     pub fn new() -> Self {
         let memory = Guarded::reserve((OPEN + 1 + READ_ONLY) * PAGE);
         memory.open(0, OPEN * PAGE);

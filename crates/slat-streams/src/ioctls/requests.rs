@@ -35,7 +35,7 @@ pub struct Context<'a> {
 /// The kind of a request's argument.
 #[derive(Clone, Copy)]
 pub enum Argument {
-    /// A number.
+    /// The argument is a number, which this function chooses.
     Value(fn(&mut Rng) -> u64),
     /// A struct that is valid, except for a few changed fields.
     Struct(fn(&mut Rng, &Context<'_>) -> Vec<u8>),
@@ -52,7 +52,7 @@ pub enum Argument {
     },
 }
 
-/// A request.
+/// A request (ioctl) that streams make.
 #[derive(Clone, Copy)]
 pub struct Request {
     /// The request's number.

@@ -16,10 +16,10 @@ const BEYOND: usize = 1 << 40;
 /// The maximum number of objects of one kind. When one more is added, the oldest object is closed.
 const MOST: usize = 4;
 
-/// An object and its descriptor.
+/// An object of KVM's API and its descriptor.
 #[derive(Debug)]
 pub struct Handle {
-    /// The object.
+    /// The object to which the descriptor refers.
     pub object: Object,
     /// The object's descriptor. Other lanes may use it, so it is closed only when the last lane has dropped this
     /// handle.

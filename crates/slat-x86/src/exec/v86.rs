@@ -21,7 +21,7 @@ pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags
 /// The flag that an instruction uses as its interrupt flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InterruptFlag {
-    /// RFLAGS.IF.
+    /// The interrupt flag is RFLAGS.IF.
     Real,
     /// RFLAGS.VIF, the virtual interrupt flag.
     Virtual,

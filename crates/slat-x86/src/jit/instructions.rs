@@ -229,7 +229,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes `value` to the first operand.
+    /// Writes `value` to the instruction's first operand.
     pub(super) fn write(&mut self, op: &Op, value: Value) {
         match op.r[0] {
             MEM => {

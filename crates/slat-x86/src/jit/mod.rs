@@ -110,7 +110,7 @@ struct Job {
     tier: Tier,
     /// The CPU that has requested the job.
     client: u64,
-    /// The page of the guest code.
+    /// The address of the page that contains the guest code.
     page: u64,
 }
 
@@ -123,7 +123,7 @@ pub(crate) struct Done {
     pub(crate) is_refused: bool,
 }
 
-/// When code is compiled.
+/// The time at which code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
     /// The compiler's threads compile a block with the baseline tier after it has run often, and with Cranelift when

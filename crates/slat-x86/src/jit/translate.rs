@@ -319,7 +319,7 @@ impl<'a> Translator<'a> {
         self.b.ins().iconst(I64, value)
     }
 
-    /// Returns the value of R15.
+    /// Returns the value of R15, which points near the CPU, in this path.
     fn base(&self) -> Value {
         self.base.expect("within a block")
     }

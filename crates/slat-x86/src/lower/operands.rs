@@ -99,7 +99,7 @@ pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     }
     for k in 0..op.r.len() {
         match insn.op_kind(k as u32) {
-            // There are no further operands.
+            // iced-x86 returns the register `None` after the last operand.
             OpKind::Register if insn.op_register(k as u32) == Register::None => break,
             OpKind::Register => op.r[k] = known(insn.op_register(k as u32)).number,
             OpKind::Memory => {

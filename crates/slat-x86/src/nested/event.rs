@@ -7,7 +7,7 @@ use crate::vector;
 const VALID: u64 = 1 << 31;
 const ERROR_VALID: u64 = 1 << 11;
 
-/// The kind of an event.
+/// The kind of an event in a VMCB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
     /// An external interrupt, or a virtual interrupt.

@@ -101,7 +101,7 @@ pub(crate) struct Pauses {
 
 /// The state of guest mode. In this module, "the guest" is the nested guest. Outside guest mode, only `due` is used.
 pub(crate) struct Svm {
-    /// Whether the CPU runs the nested guest.
+    /// Whether the CPU runs the nested guest, not its hypervisor.
     pub(crate) guest: bool,
     /// The ASID of the nested guest that ran last.
     pub(crate) last_asid: u32,

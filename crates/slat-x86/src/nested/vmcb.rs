@@ -189,7 +189,7 @@ impl Control {
         get64(&self.0, at::VIRTUAL_EXTENSIONS) & 1 << 1 != 0
     }
 
-    /// Returns EVENTINJ.
+    /// Returns the field EVENTINJ: the event that VMRUN injects.
     pub(crate) fn event(&self) -> Event {
         Event(get64(&self.0, at::EVENT_INJECTION))
     }
@@ -235,13 +235,13 @@ pub(crate) struct VmExit {
     pub(crate) code: u64,
     pub(crate) info_1: u64,
     pub(crate) info_2: u64,
-    /// EXITINTINFO.
+    /// The field EXITINTINFO: the event whose delivery the #VMEXIT has interrupted.
     pub(crate) int_info: u64,
     /// nRIP; 0 if the exit has no nRIP.
     pub(crate) next_rip: u64,
 }
 
-/// A copy of the save area.
+/// A copy of the save area of a VMCB.
 #[derive(Clone, Debug)]
 pub(crate) struct Save(pub(crate) [u8; SAVE_BYTES]);
 

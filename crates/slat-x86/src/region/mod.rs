@@ -58,7 +58,7 @@ pub(crate) struct Source {
     pub(crate) kind: Kind,
     /// The logarithm of the stack pointer's size in bytes.
     pub(crate) stack: u8,
-    /// The place and the bytes of each block.
+    /// The place (address relative to the page) and the code bytes of each block.
     pub(crate) blocks: Vec<(u64, Vec<u8>)>,
 }
 

@@ -78,7 +78,7 @@ pub(crate) trait Compute: Bits + Sized {
     fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
 
-    /// Returns a sum and the carry out.
+    /// Returns the sum of the operands and of the carry in, and the carry out.
     #[inline(always)]
     fn sum(
         &mut self,
@@ -170,7 +170,7 @@ pub(crate) enum Flags<V, B, K> {
         carry: B,
         result: V,
     },
-    /// AF is clear if `aux` is `None`.
+    /// The flags have these values. AF is clear if `aux` is `None`.
     Given {
         carry: B,
         overflow: B,

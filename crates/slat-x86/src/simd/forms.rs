@@ -3,7 +3,7 @@
 
 use super::lanes::Lanes;
 
-/// How a stub is called.
+/// The kind of a stub, which determines how the stub is called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// The instruction is on integers or bits, so MXCSR has no effect.

@@ -68,7 +68,7 @@ impl ReaderMarks {
         ReaderId(self.owner.load(Relaxed))
     }
 
-    /// Makes all pages pending, or none.
+    /// Makes all pages of the log pending (not seen yet by the reader) if `all`, otherwise none.
     pub(crate) fn fill_pending(&self, all: bool) {
         let word = if all { u64::MAX } else { 0 };
         self.pending.iter().for_each(|it| it.store(word, Relaxed));
@@ -91,7 +91,7 @@ impl ReaderMarks {
         &self.pending
     }
 
-    /// Whether page `page` is pending.
+    /// Whether page `page` is pending: written, and not seen yet by the reader.
     pub(crate) fn is_pending(&self, page: u64) -> bool {
         self.pending(page as usize / 64) >> (page % 64) & 1 != 0
     }

@@ -59,7 +59,7 @@ const MEMORY_TYPE: u64 = 0b1111 << 2;
 const WRITE_BACK: u64 = 0b1111 << 2;
 const NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
-/// `S2AP[0]`: readable.
+/// The bit `S2AP[0]` of a leaf: the page is readable.
 const READ: u64 = 1 << 6;
 /// `S2AP[1]`: the guest may write. With hardware dirty state: the guest has written.
 const WRITE: u64 = 1 << 7;
@@ -156,7 +156,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         (1 << end) - (1 << PAGE_SHIFT)
     }
 
-    /// VTCR_EL2.T0SZ.
+    /// The value of VTCR_EL2.T0SZ for these tables.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
     /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With a granule of 4 KiB, values 2 and 1 mean levels 0
     /// and 1. With larger granules, values 3, 2 and 1 mean levels 0, 1 and 2.

@@ -43,9 +43,9 @@ pub enum Entry {
 pub struct Leaf {
     /// First of the [`Granule::pages`] contiguous host frames.
     pub pfn: Pfn,
-    /// The guest may write.
+    /// Whether the guest may write to the page.
     pub write: bool,
-    /// The guest may execute.
+    /// Whether the guest may execute the page.
     pub execute: bool,
     /// For software only: the dirty log alone has removed `write` from the leaf. A fault may give the right back
     /// without looking up the memslot and the host page again. (KVM: "MMU-writable".)
@@ -97,7 +97,7 @@ impl Privilege {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryType {
-    /// Ordinary memory.
+    /// Ordinary memory, cached write-back.
     WriteBack,
     /// A frame buffer passed through to the guest: not cached, and stores may be gathered. EPT has a type for it;
     /// AArch64 has Normal Non-cacheable, and RISC-V has NC (Svpbmt). In x86's own tables and NPT the leaf selects entry
@@ -278,7 +278,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// The number of contiguous tables that form the root. It is more than one if the walker indexes the root level
     /// with more address bits than the other levels.
     const ROOT_TABLES: usize;
-    /// The level of the largest leaf.
+    /// The highest level at which the format has leaves.
     const MAX_LEAF: Level;
     /// Whether a valid entry must be made invalid, and flushed, before a valid entry with another address replaces it.
     const BREAK_BEFORE_MAKE: bool;

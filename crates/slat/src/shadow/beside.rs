@@ -144,7 +144,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.beginning.announced.store(true, Relaxed);
     }
 
-    /// Allows shadow pages to be made.
+    /// Records that shadow pages may be made from now on.
     pub(crate) fn begin(&self) {
         self.beginning.over.store(true, Release);
     }

@@ -92,7 +92,7 @@ impl Order for ByPrivate {
 
 /// Slots with neighbouring keys, and their directory entry.
 struct Leaf {
-    /// The key of the first slot.
+    /// The key of the first slot in the leaf.
     first: u64,
     /// The largest [`Order::end`] of the slots.
     end: u64,

@@ -82,7 +82,7 @@ impl Traits {
 /// Limits that a slot sets for the leaves that map it, even if the host allows more.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// The most rights that a leaf may have.
+    /// The most rights that a leaf for the slot may have.
     pub(crate) rights: Rights,
     /// The cache type of the memory, unless the host's type for the page allows less caching.
     pub(crate) memory: MemoryType,

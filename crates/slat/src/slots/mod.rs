@@ -57,7 +57,7 @@ use set::Spares;
 /// The slots of one address space.
 pub(crate) struct Slots {
     sets: [UnsafeCell<SlotSet>; 2],
-    /// The index of the published set.
+    /// The index of the set that readers use (KVM: the active memslots).
     published: AtomicUsize,
     /// Counts calls of [`SlotsChange::replace`]. Only the holder of the writers' lock adds to it.
     changes: Counter,
@@ -134,14 +134,14 @@ impl Slots {
         self.changes.get()
     }
 
-    /// Returns the published set.
+    /// Returns the set that readers use.
     #[inline(always)]
     pub(crate) fn current<'s>(&'s self, _: InSection<'s>) -> &'s SlotSet {
         // SAFETY: the reader stays in its section as long as the result is used.
         unsafe { self.published() }
     }
 
-    /// Returns the published set.
+    /// Returns the set that readers use.
     ///
     /// # Safety
     /// - As long as the result is used, the caller is in a reader section, or holds the writers' lock and does not call
@@ -187,7 +187,7 @@ impl SlotsChange<'_> {
         self.writer.by_id.get(id)
     }
 
-    /// Returns the published set.
+    /// Returns the set that readers use.
     pub(crate) fn set(&self) -> &SlotSet {
         // SAFETY: the caller holds the writers' lock. The result borrows `self`, so `catch_up` cannot be called while
         // the result is used.

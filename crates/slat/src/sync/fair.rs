@@ -19,7 +19,7 @@ pub(crate) struct FairLock<T> {
     tickets: AtomicU64,
     /// The ticket whose thread holds the lock or may take it next.
     turn: AtomicU64,
-    /// Represents the data for loom.
+    /// Stands for the protected data in models of loom.
     held: Watch,
     data: UnsafeCell<T>,
 }

@@ -55,7 +55,7 @@ pub(crate) struct Show {
     /// Do not enter tables of level 2 that contain no leaf. So memory whose leaves are already split is skipped, 1 GiB
     /// at a time.
     pub(crate) skip_without_huge: bool,
-    /// Show MMIO entries.
+    /// Whether the walk shows MMIO entries.
     pub(crate) mmio: bool,
 }
 
@@ -182,7 +182,7 @@ pub(crate) trait ByGfn {
 /// Adjacent entries of one level that [`ByGfn::age`] has read. In the masks, bit n is for entry n.
 #[derive(Clone, Copy)]
 pub(crate) struct Aged {
-    /// The first frame of the first entry.
+    /// The first frame of the first of these entries.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
     /// Mask of the entries that are leaves.
@@ -192,7 +192,7 @@ pub(crate) struct Aged {
 }
 
 impl Aged {
-    /// The largest number of entries.
+    /// The largest number of entries that one value describes.
     pub(crate) const MOST: usize = u64::BITS as usize;
 }
 

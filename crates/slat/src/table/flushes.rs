@@ -34,7 +34,7 @@ use crate::addr::Gfn;
 
 /// The flushes of one VM.
 pub(crate) struct Flushes {
-    /// The number of flushes begun.
+    /// The number of flushes that have begun.
     begun: AtomicU64,
     /// Bit n is set while ticket entry n is in use.
     used: AtomicU64,

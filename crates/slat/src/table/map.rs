@@ -377,7 +377,7 @@ impl<F: Format> Run<F> {
         in_one_part || self.bits(leaves as usize - 1) == F::leaf(last, level)
     }
 
-    /// Returns the bits of leaf number `i`.
+    /// Returns the bits of leaf number `i` of the run.
     #[inline]
     pub(crate) fn bits(&self, i: usize) -> u64 {
         self.first.wrapping_add(self.step.wrapping_mul(i as u64))

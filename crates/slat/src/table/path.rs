@@ -115,7 +115,7 @@ pub(crate) struct Path<'a> {
     pub(crate) pieces: LeafCounts,
     /// The number of level 1 tables made with `nx_split`.
     pub(crate) nx_splits: u64,
-    /// The number of shadow pages made.
+    /// The number of shadow pages that were made.
     pub(crate) shadow_pages: u64,
     /// Whether the access is a store of the guest: then a guest table of level 1 in the page may become unsynced. If
     /// the MMU itself sets a flag in a guest table, shadow pages stay correct, and this is `false`.

@@ -18,7 +18,7 @@ use crate::platform::HostRun;
 use crate::policy::Prefetch;
 use crate::vm::Sequence;
 
-/// The recent faults of a vCPU.
+/// The streams of recent faults of a vCPU, for prefetching.
 #[derive(Default)]
 pub(super) struct Streams {
     streams: [Stream; Self::NUMBER],
@@ -49,7 +49,7 @@ pub(super) struct Stream {
 /// Whether a fault of a stream has looked for resident pages, and whether that was useful.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Looked {
-    /// No fault has looked.
+    /// No fault of the stream has searched its window for pages to prefetch.
     Never,
     /// A fault has looked, and no fault has continued the stream since.
     Once,

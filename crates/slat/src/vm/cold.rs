@@ -242,7 +242,7 @@ fn zeros(count: usize) -> Result<Vec<u8>, OutOfMemory> {
 struct Ranges<'m> {
     map: &'m ColdMap,
     passes: u8,
-    /// The next page to check.
+    /// The index of the next page to check.
     at: usize,
 }
 

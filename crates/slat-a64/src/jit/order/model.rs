@@ -377,7 +377,7 @@ mod tests {
 
     #[test]
     fn the_models_allow_what_the_manuals_allow() {
-        // Message passing.
+        // Two threads pass a message: a store of data, then of a flag (litmus test MP).
         assert_eq!(
             is_allowed(&[&[w(0), w(1)], &[r(1), r(0)]], &[2, 0, 1, 2]),
             [true, false]
@@ -416,7 +416,7 @@ mod tests {
             is_allowed(&[&[u(0), r(1)], &[u(1), r(0)]], &[0, 0, 0, 0, 1, 2]),
             [true, false]
         );
-        // Load buffering.
+        // Two threads load, and then store to what the other thread has loaded (litmus test LB).
         assert_eq!(
             is_allowed(&[&[r(0), w(1)], &[r(1), w(0)]], &[2, 1, 2, 1]),
             [true, false]

@@ -69,9 +69,9 @@ const AFTER: u8 = 2;
 /// The result of an operation during which another thread made calls, and the time that other programs have taken from
 /// the two threads.
 pub(super) struct Beside<R> {
-    /// The operation's result.
+    /// The result of the long operation.
     pub(super) result: R,
-    /// The time that the operation took.
+    /// The time that the long operation took.
     pub(super) time: Duration,
     /// The time for which one of the threads did not have its processor, because other programs used it. The threads
     /// never sleep, so this is their wall time minus their processor time.
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn what_goes_wrong_beside_the_operation_is_an_error() {
-        // Outside the slot, nothing is mapped.
+        // Only the slot's memory is mapped; all other addresses are not.
         let vm = bare::vm();
         let mut waits = Histogram::new();
         assert!(beside(&vm, Unrelated::Invalidate, &mut waits, || ()).is_err());

@@ -21,7 +21,7 @@ pub(crate) fn frequency() -> u64 {
     let hertz: u64;
     // SAFETY: Linux lets user space read this register, which has no side effect.
     unsafe { asm!("mrs {}, cntfrq_el0", out(reg) hertz, options(nomem, nostack, preserves_flags)) };
-    // The register has 32 bits.
+    // CNTFRQ_EL0, which shows the frequency to the guest, has 32 bits.
     u64::from(hertz as u32).max(1)
 }
 

@@ -14,7 +14,7 @@ exits! {
     mmio_exit_user,
     /// Accesses to addresses without memory that do not exit to the client.
     mmio_exit_kernel,
-    /// Hypercalls of the guest.
+    /// Hypercalls (HVC) that the guest has made.
     hvc_exit_stat,
     /// The number of `KVM_RUN` calls that a signal ended.
     signal_exits,

@@ -78,7 +78,7 @@ pub(crate) enum Refusal {
     /// The access has to be tried again after the vCPU has served the requests in its attention word, in which a bit is
     /// set now.
     Retry,
-    /// The host memory is not accessible.
+    /// The host memory that backs the accessed page is not accessible.
     BadAddress,
     /// There was no memory for a second-level table.
     OutOfMemory,
@@ -123,7 +123,7 @@ pub(crate) enum ProbeKind {
 pub(crate) struct Probe {
     /// The kind of access that ends the run.
     pub(crate) kind: ProbeKind,
-    /// The first virtual address.
+    /// The first virtual address that the probe watches.
     pub(crate) first: u64,
     /// The number of bytes. A code probe has one.
     pub(crate) bytes: u64,
@@ -136,7 +136,7 @@ pub(crate) enum ProbeHit {
     Code,
     /// The last instruction has accessed this virtual address, which a data probe of this kind watches.
     Data(ProbeKind, u64),
-    /// An instruction was executed by a step.
+    /// The vCPU has executed one instruction, because the debugger steps it.
     Step,
 }
 

@@ -1,9 +1,9 @@
 //! The devices on the bus of an arm64 VM. The VM itself has no timers.
 
-/// A device on the bus.
+/// A device on the VM's MMIO bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A frame of the GIC.
+    /// One of the GIC's MMIO frames.
     Gic,
     /// The ITS with this number.
     Its(usize),

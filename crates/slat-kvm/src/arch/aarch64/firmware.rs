@@ -78,7 +78,7 @@ pub(crate) enum Outcome {
     System {
         /// `KVM_SYSTEM_EVENT_SHUTDOWN` or `KVM_SYSTEM_EVENT_RESET`.
         kind: u32,
-        /// The first word of the event's data.
+        /// The first word of the data of `KVM_EXIT_SYSTEM_EVENT`.
         flags: u64,
     },
     /// The client suspends the VM: `KVM_EXIT_SYSTEM_EVENT`. The guest's registers still have the values that they had

@@ -31,7 +31,7 @@ const CRM_32_BITS: std::ops::RangeInclusive<usize> = 1..=3;
 struct Writable {
     crm: usize,
     op2: usize,
-    /// The fields, which have four bits each.
+    /// The mask of the fields that a client can change. Fields have four bits each.
     mask: u64,
 }
 

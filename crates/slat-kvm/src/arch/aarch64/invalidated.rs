@@ -31,7 +31,7 @@ impl Default for Few {
 impl Few {
     const EVERYTHING: [Invalidation; 2] = [Invalidation::All, Invalidation::Code];
 
-    /// Returns the invalidations.
+    /// Returns the invalidations that were added.
     pub(crate) fn as_slice(&self) -> &[Invalidation] {
         &self.list[..self.count]
     }

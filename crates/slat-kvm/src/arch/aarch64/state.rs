@@ -203,7 +203,7 @@ pub(crate) fn most_vcpus(model: Model) -> usize {
 pub(crate) struct Start {
     /// The address of the first instruction.
     pub(crate) pc: u64,
-    /// The value of X0.
+    /// The value that X0 gets (PSCI's context id).
     pub(crate) context: u64,
 }
 

@@ -12,7 +12,7 @@ const LINES: u32 = 1020 - 32;
 pub(crate) enum Target {
     /// The line of an SPI, counted from the first SPI.
     Spi(u32),
-    /// A message (MSI).
+    /// A message-signalled interrupt (MSI), which the ITS translates.
     Msi(Msi),
 }
 

@@ -9,10 +9,10 @@ use slat_x86::{Compile, Compiler, Tier};
 use std::ffi::CStr;
 use std::sync::Arc;
 
-/// The thread of the baseline tier.
+/// The compiler of the baseline tier, with its thread.
 struct Baseline(Option<Arc<Compiler>>);
 
-/// Cranelift's thread.
+/// The compiler of Cranelift's tier, with its thread.
 struct Full(Option<Arc<Compiler>>);
 
 /// The compiler of a process.

@@ -379,7 +379,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
                 cpu_features::leaf7_edx(),
             ],
         ),
-        // The CPU has no performance monitor.
+        // Leaf 0xa: the CPU has no performance-monitoring counters.
         entry(0xa, None, [0; 4]),
         entry(7, Some(1), [cpu_features::leaf7_1_eax(), 0, 0, 0]),
         entry(0xb, Some(0), [0; 4]),

@@ -12,19 +12,19 @@ use slat_x86::{Cpu, state::control};
 /// The number of bytes of the header. It consists of flags and format (16 bits each), the size, and the format's own
 /// words.
 pub(crate) const HEADER: u32 = 128;
-/// The number of words of the header.
+/// The number of 8-byte words in the header of `kvm_nested_state`.
 pub(crate) const WORDS: usize = (HEADER / 8) as usize;
 /// The number of bytes of the state in guest mode: the value that `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = HEADER + VMCB_BYTES as u32;
 /// The value that means "no address", for the VMXON region and the current VMCS.
 const NO_ADDRESS: u64 = u64::MAX;
-/// The flags that every format has.
+/// All flags of `kvm_nested_state` that KVM knows, for VMX and SVM together.
 const FLAGS: u32 = KVM_STATE_NESTED_GUEST_MODE
     | KVM_STATE_NESTED_RUN_PENDING
     | KVM_STATE_NESTED_EVMCS
     | KVM_STATE_NESTED_MTF_PENDING
     | KVM_STATE_NESTED_GIF_SET;
-/// The flags of SVM.
+/// The flags of `kvm_nested_state` that exist with SVM.
 const SVM_FLAGS: u32 =
     KVM_STATE_NESTED_GUEST_MODE | KVM_STATE_NESTED_RUN_PENDING | KVM_STATE_NESTED_GIF_SET;
 

@@ -20,7 +20,7 @@ pub const JIT_MAP: &str = "jit_map";
 /// The files that the compiler writes for perf, so that perf names guest code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum JitMap {
-    /// No file.
+    /// Write no file for perf.
     #[default]
     Off,
     /// perf's map: the newest names, by address.

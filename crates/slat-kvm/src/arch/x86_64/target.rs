@@ -15,7 +15,7 @@ pub(crate) enum Target {
     Pic(u8),
     /// A pin of the I/O APIC.
     IoApic(u8),
-    /// A message.
+    /// A message-signalled interrupt (MSI) to local APICs.
     Msi {
         /// The address to which a device writes the message.
         address: u64,

@@ -290,9 +290,9 @@ pub(super) fn load_last<T: Int>(
 
 /// The left operand of a comparison.
 pub(super) enum Left<T> {
-    /// AL, AX, EAX or RAX.
+    /// The left operand is AL, AX, EAX or RAX (SCAS).
     Accumulator(T),
-    /// Memory at RSI.
+    /// The left operand is memory at RSI (CMPS).
     Source,
 }
 

@@ -9,7 +9,7 @@ use cranelift_codegen::ir::{Block, BlockCall, Value};
 /// The moves before a branch or a call, which put values where its target expects them.
 #[derive(Default)]
 pub(super) struct Moves {
-    /// Moves to slots. They are made first.
+    /// Moves of values from registers to stack slots. These moves are made before all others.
     slots: Vec<(u8, Value)>,
     /// Moves from registers to registers. They are made second.
     registers: Vec<(Reg, Reg)>,

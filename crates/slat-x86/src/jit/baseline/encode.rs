@@ -10,7 +10,7 @@ pub(super) struct Label(u32);
 
 const UNKNOWN: u32 = u32::MAX;
 
-/// A register or memory.
+/// An operand of an instruction: a register or memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     Register(Reg),
@@ -109,7 +109,7 @@ impl Assembler {
         self.code.extend([0; 4]);
     }
 
-    /// Returns the position of a label.
+    /// Returns the offset in the code at which the label was bound.
     pub(super) fn offset_of(&self, label: Label) -> u32 {
         self.labels[label.0 as usize]
     }

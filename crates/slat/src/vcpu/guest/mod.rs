@@ -71,9 +71,9 @@ pub struct VirtualPage {
     /// The guest's page that contains the 4 KiB page has at most 2^`bits` bytes. INVLPG of any of its addresses must
     /// drop the translations of all these bytes.
     pub bits: u32,
-    /// Further reads need no new translation.
+    /// Whether further reads of the page need no new translation.
     pub read: bool,
-    /// Further writes need no new translation.
+    /// Whether further writes to the page need no new translation.
     pub write: bool,
     /// Further fetches need no new translation.
     pub execute: bool,
@@ -87,7 +87,7 @@ pub struct VirtualPage {
 pub enum VirtualStop<E> {
     /// The guest gets #PF with this error code ([`crate::guest_walk::error_code`]).
     PageFault {
-        /// The error code.
+        /// The error code of the page fault.
         code: u32,
     },
     /// The reason concerns the guest-physical address, not the guest's tables.

@@ -171,7 +171,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
 #[derive(Clone, Copy)]
 pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,
-    /// The table's host page.
+    /// The host page that backs the guest's table.
     host: Hpa,
     /// The generation of the memslots at that time. It must still be the same: when dirty logging starts, there is no
     /// flush for a page that was not mapped writable, so a flush may not tell the vCPU about the start.

@@ -43,15 +43,15 @@ pub struct Machine<'m, A: Api> {
 pub struct Slot<'m> {
     /// The slot's number. The machine itself uses slot 0.
     pub id: u32,
-    /// The flags `KVM_MEM_*`.
+    /// The slot's flags (`KVM_MEM_*`).
     pub flags: u32,
-    /// The guest address.
+    /// The guest-physical address of the slot.
     pub gpa: u64,
     /// The memory that backs the slot.
     pub memory: &'m Memory,
-    /// The offset in `memory`, in bytes.
+    /// The offset in `memory` of the slot's first byte.
     pub offset: u64,
-    /// The size in bytes; 0 deletes the slot.
+    /// The size of the slot in bytes; 0 deletes the slot.
     pub size: u64,
 }
 
@@ -69,7 +69,7 @@ impl<'m> Slot<'m> {
     }
 }
 
-/// The result of a run.
+/// The result of a run of the machine.
 pub struct Ran {
     /// The processor time of all vCPU threads together. It does not include time in which other programs ran.
     pub cpu: Duration,

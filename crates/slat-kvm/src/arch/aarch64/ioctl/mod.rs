@@ -10,7 +10,7 @@ use crate::errno::Result;
 /// The result of a request; `None` if arm64 does not have the request.
 type Answer = Result<Option<i32>>;
 
-/// Success without a value.
+/// The result of a request that has succeeded and returns no value.
 const DONE: Answer = Ok(Some(0));
 /// The answer to a request that arm64 does not have.
 const UNKNOWN: Answer = Ok(None);

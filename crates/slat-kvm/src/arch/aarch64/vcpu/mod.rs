@@ -144,7 +144,7 @@ impl VcpuObject {
         /// The bits of ESR_EL1 that a system error's syndrome has: IDS, and the 24 bits below it. api.rst names only
         /// the lower ones, but KVM accepts IDS, because KVM itself shows IDS for a system error without a syndrome.
         const SYNDROME: u64 = (1 << 25) - 1;
-        /// IDS: the syndrome means nothing.
+        /// The bit IDS: the error has no syndrome with an architectural meaning.
         const NO_SYNDROME: u64 = 1 << 24;
         let mut inner = self.lock()?;
         inner.check_initialised()?;

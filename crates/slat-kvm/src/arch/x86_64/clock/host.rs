@@ -226,7 +226,7 @@ pub(crate) mod simulated {
         pub(crate) tsc: u64,
         /// The frequency that slat assumes for the host's TSC.
         pub(crate) khz: u32,
-        /// The wall clock at TSC 0.
+        /// The wall clock, in nanoseconds, when the TSC is 0.
         pub(crate) realtime: u64,
         /// The number of cycles that pass with each reading.
         pub(crate) step: u64,

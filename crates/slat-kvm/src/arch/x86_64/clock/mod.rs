@@ -101,7 +101,7 @@ pub struct VmClock {
 struct Kvmclock {
     /// The host's TSC at a moment.
     host_tsc: u64,
-    /// The clock at that moment.
+    /// The VM's clock, in nanoseconds, at the moment of `host_tsc`.
     nanoseconds: u64,
     /// If the TSCs of all vCPUs are equal: the ratio of these TSCs to the host's TSC, and nanoseconds per cycle.
     /// `None`: the TSCs differ.
@@ -112,7 +112,7 @@ struct Kvmclock {
     last: Option<LastTsc>,
 }
 
-/// What the clock knows of a vCPU.
+/// The part of the clock's state that belongs to one vCPU.
 #[derive(Clone, Copy, Debug)]
 struct ClockVcpu {
     tsc: Tsc,

@@ -3,7 +3,7 @@
 
 use super::host;
 
-/// The nanoseconds of a second.
+/// The number of nanoseconds in a second.
 const SECOND: u128 = 1_000_000_000;
 /// The page's flag for a clock that is the same on all vCPUs. A guest that sees this flag does not compare readings of
 /// several vCPUs (`PVCLOCK_TSC_STABLE_BIT`).
@@ -61,7 +61,7 @@ impl Scale {
 pub(crate) struct Parameters {
     /// The vCPU's TSC at the moment that the parameters describe.
     pub(crate) tsc: u64,
-    /// The clock at that moment.
+    /// The VM's clock, in nanoseconds, at the moment at which the vCPU's TSC is `tsc`.
     pub(crate) nanoseconds: u64,
     pub(crate) scale: Scale,
     /// Whether the clock is the same on all vCPUs.

@@ -6,7 +6,7 @@ use slat_hyperv::stimer::Timers;
 /// An exit that the client must see before the guest continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HypervExit {
-    /// The guest has crashed.
+    /// Exit to the client, because the guest has written that it has crashed.
     Crash,
     /// The guest asks for a reset of the machine.
     Reset,

@@ -273,7 +273,7 @@ impl Interrupts {
         }
     }
 
-    /// Pulses the 8254's line.
+    /// Raises the interrupt line of the 8254 (IRQ 0), and lowers it at once.
     fn pulse_timer(&self) {
         self.pulse_line(0, TIMER);
         self.vcpus.pulse_lint0();

@@ -35,7 +35,7 @@ impl VcpuMachine {
 
 /// The layout of stack frames in one mode of the CPU.
 struct Frames {
-    /// The number of bytes of an address.
+    /// The size in bytes of an address in a stack frame.
     size: usize,
     /// The bits of an address that exist in this mode.
     mask: u64,

@@ -65,7 +65,7 @@ pub(crate) struct VcpuMachine {
     /// that wait for pages.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
-    /// This vCPU's number in the VM's clock.
+    /// The number of this vCPU in the VM's clock.
     clock_number: usize,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
@@ -83,7 +83,7 @@ pub(crate) struct VcpuMachine {
     pub(crate) ioapic_eoi: Option<u8>,
     /// The address space that the engine's vCPU uses.
     space: usize,
-    /// Whether the engine has the shadow MMU.
+    /// Whether the engine's VM uses the shadow MMU.
     shadows: bool,
     /// Whether the engine shadows the nested tables of a guest that is a hypervisor.
     shadows_nested: bool,

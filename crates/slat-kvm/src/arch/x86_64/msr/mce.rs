@@ -5,11 +5,11 @@ use crate::errno::{self, fail};
 use kvm_bindings::kvm_x86_mce;
 use slat_x86::MsrFault;
 
-/// MCG_CTL_P: IA32_MCG_CTL exists.
+/// MCG_CTL_P, a bit of MCG_CAP: the MSR IA32_MCG_CTL exists.
 const CAP_CONTROL: u64 = 1 << 8;
-/// MCG_SER_P: software error recovery.
+/// MCG_SER_P, a bit of MCG_CAP: software error recovery is supported.
 const CAP_RECOVERY: u64 = 1 << 24;
-/// The field with the number of banks.
+/// The field of MCG_CAP with the number of banks.
 const CAP_BANKS: u64 = 0xff;
 /// The field with the number of extended state registers. As in KVM, a client can set any number. The number has no
 /// meaning without MCG_EXT_P.
@@ -21,7 +21,7 @@ pub(crate) const MAX_BANKS: u32 = 32;
 /// The value that `KVM_X86_GET_MCE_CAP_SUPPORTED` returns. There are no corrected-error interrupts.
 pub(crate) const SUPPORTED: u64 = CAP_CONTROL | CAP_RECOVERY;
 
-/// MCIP: a machine check is in progress.
+/// MCIP, a bit of MCG_STATUS: a machine check is in progress.
 const MCG_STATUS_IN_PROGRESS: u64 = 1 << 2;
 const STATUS_ACTION_REQUIRED: u64 = 1 << 55;
 const STATUS_SIGNALED: u64 = 1 << 56;
@@ -30,7 +30,7 @@ const STATUS_UNCORRECTED: u64 = 1 << 61;
 const STATUS_OVERFLOW: u64 = 1 << 62;
 const STATUS_VALID: u64 = 1 << 63;
 
-/// The four registers of a bank.
+/// The four registers of a machine-check bank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Bank {
     control: u64,

@@ -38,7 +38,7 @@ const PREFIX_BYTES: usize = 16;
 struct Dump {
     /// The size of the file in bytes; 0 until the file exists.
     bytes: u64,
-    /// The number of regions in the file.
+    /// The number of compiled regions that the file describes.
     regions: u64,
 }
 

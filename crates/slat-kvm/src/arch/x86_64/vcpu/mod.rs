@@ -148,7 +148,7 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Makes a new vCPU ready for its client.
+    /// Gives a new vCPU the state that a client expects of a new vCPU.
     pub(crate) fn begin_life(&mut self) {
         // As in KVM, a guest has no CPUID leaves, and so no optional features, until the client sets them.
         self.adopt_cpuid(Vec::new());

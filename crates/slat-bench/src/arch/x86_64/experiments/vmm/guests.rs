@@ -133,7 +133,7 @@ pub const GUESTS: &[Guest] = &[
                 0.9,
                 "gcc -O2 -o /tmp/crypto crypto.c -lcrypto",
             ),
-            // The task before has made this file.
+            // The previous task of the guest has made the program /tmp/crypto.
             work("ecdsa_cpu_seconds", 0.9, "/tmp/crypto ecdsa-p256 2000"),
             work("x25519_cpu_seconds", 0.9, "/tmp/crypto x25519 5000"),
             work("rsa_cpu_seconds", 0.9, "/tmp/crypto rsa-2048 400"),

@@ -35,7 +35,7 @@ impl From<Status> for Failure {
     }
 }
 
-/// A call that this vCPU makes.
+/// A hypercall that this vCPU makes.
 struct Call {
     input: Input,
     /// The registers that hold a fast call's parameters, or any other call's addresses of input and output.
@@ -58,9 +58,9 @@ impl Call {
     }
 }
 
-/// The next step of a call.
+/// The next step in carrying out a hypercall.
 enum Next {
-    /// The call ends with this output.
+    /// The hypercall ends with this output value.
     Output(u64),
     /// The client carries out the call. The value is the call's first parameter.
     Client(u64),
