@@ -150,7 +150,7 @@ pub use state::{Exclusive, State};
 pub use syndrome::Syndrome;
 pub use tier::{Access, Exception, Kind};
 
-/// Whether `word` is an instruction of this processor. `false`: it is UNDEFINED at every exception level.
+/// Whether `word` is an instruction of this processor. If not, the word is UNDEFINED at every exception level.
 pub fn is_defined(word: u32) -> bool {
     decode::decode(word).is_some()
 }

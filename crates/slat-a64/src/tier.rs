@@ -44,7 +44,8 @@ pub(crate) enum Next<T: Tier + ?Sized> {
     Indirect(T::Value),
     /// Execution continues after the instruction. The run ends, and its caller gets the hint.
     Hint(Hint),
-    /// Execution continues after the instruction, which has changed state on which decoding or translation depends.
+    /// Execution continues after the instruction. The instruction has changed state on which decoding or translation
+    /// depends.
     Synchronize,
 }
 

@@ -123,8 +123,9 @@ pub struct Lapic {
     regs: [u32; REGISTERS],
     base: u64,
     x2apic_id: u32,
-    /// The times at which the timer was started and at which it ends, in nanoseconds of the VM's clock.
+    /// The time at which the timer was started, in nanoseconds of the VM's clock.
     started: u64,
+    /// The time at which the timer ends. `None`: the timer does not run.
     deadline: Option<u64>,
     tsc_deadline: u64,
     tsc_khz: u64,

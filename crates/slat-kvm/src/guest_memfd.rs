@@ -40,8 +40,8 @@ pub const FLAG_MMAP: u64 = 1 << 0;
 /// file.
 pub const FLAG_INIT_SHARED: u64 = 1 << 1;
 
-/// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes
-/// determine which memory is shared, so no file is shared from the start.
+/// Returns the flags that a guest_memfd can have. In a VM with private memory (`protected`), memory attributes
+/// determine which memory is shared. So no file of such a VM is shared from the start.
 pub fn flags(protected: bool) -> u64 {
     match protected {
         true => FLAG_MMAP,

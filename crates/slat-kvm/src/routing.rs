@@ -60,7 +60,7 @@ impl Routes {
             .map(|route| route.1)
     }
 
-    /// Returns the first GSI that is routed to `target`. `None`: no GSI is routed to it.
+    /// Returns the first GSI that is routed to `target`. `None`: no GSI is routed to `target`.
     pub(crate) fn gsi_of(&self, target: Target) -> Option<u32> {
         (self.0.iter().find(|route| route.1 == target)).map(|route| route.0)
     }

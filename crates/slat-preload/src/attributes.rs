@@ -12,7 +12,8 @@ use crate::real::{call, call_as_library, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Handles a call about the file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`:
-/// the kernel has to serve the call. Until the program first uses KVM, the kernel serves every call.
+/// `path` names another file or a descriptor, or the program has not used KVM yet. Then the kernel has to serve the
+/// call.
 fn about(
     directory: c_int,
     path: *const c_char,

@@ -150,8 +150,8 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
     Ok(fd.into_raw_fd() as isize)
 }
 
-/// Opens the KVM file of the descriptor `fd`, whose link in `/proc` the client opens. `None`: the kernel has to open
-/// it.
+/// Opens the KVM file of the descriptor `fd`, whose link in `/proc` the client opens. `None`: `fd` is not KVM's, or the
+/// kernel's own result for such an open is right; so the kernel has to open the file.
 pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     let link = opening.has(libc::O_NOFOLLOW);
     match table::get(fd)?.object() {

@@ -51,7 +51,8 @@ macro_rules! interpose_with_callers_floats {
 }
 pub(crate) use interpose_with_callers_floats;
 
-/// Opens the special file to which a path leads. `None`: the kernel has to open it.
+/// Opens the special file to which a path leads. `None`: the path leads to a descriptor that the kernel has to open
+/// itself ([`device::open_again`]).
 fn open_special(special: Special, opening: Opening) -> Option<isize> {
     let answer = match special {
         Special::Device => guarded(|| device::open(opening)),
@@ -236,8 +237,8 @@ pub unsafe fn open_at_2(
 }
 
 /// Returns a copy of the program's arguments of openat2, if the path leads to a special file when `directory` is the
-/// directory or the root. `None`: the path does not lead to one, the memory cannot be read, or there is an unknown
-/// `RESOLVE_` flag.
+/// directory or the root. `None`: the path does not lead to a special file, the memory cannot be read, or there is an
+/// unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// All flags from RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;

@@ -29,7 +29,7 @@ use std::sync::{Mutex, MutexGuard};
 
 /// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
-/// The size in bytes of the reserve, which is memory for allocations whose failure the code cannot report.
+/// The size of the reserve in bytes. The reserve is memory for allocations by code that cannot report a failure.
 const RESERVE: usize = 96 << 10;
 
 /// The kernel, from which the heap gets its pages.

@@ -43,7 +43,8 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     }) as c_int
 }
 
-/// Serves a request to KVM. `None`: the kernel has to serve it.
+/// Serves a request (ioctl) to KVM. `None`: `fd` is not a descriptor of KVM, or the kernel serves this request for any
+/// file. Then the kernel has to serve the request.
 fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> {
     let handle = table::get(fd).or_else(|| inherited(fd))?;
     if !heap::is_ready() {

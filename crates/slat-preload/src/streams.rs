@@ -127,7 +127,8 @@ pub fn before_reading(fd: c_int, at: At) -> bool {
     false
 }
 
-/// Writes to the object that `fd` refers to. `None`: the kernel has to write.
+/// Writes to the object to which `fd` refers. `None`: `fd` is not KVM's, or refers to the path of the device only
+/// (`O_PATH`). Then the kernel has to write.
 pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
     let _section = Section::enter();
     let handle = table::get(fd)?;
@@ -229,7 +230,8 @@ macro_rules! streams {
     };
 }
 
-/// Prepares to read from `fd`, for the functions that [`streams`] defines. `None`: the kernel has to read.
+/// Prepares to read from `fd`, for the functions that [`streams`] defines. `None`: nothing prevents the read, so the
+/// kernel has to read. Otherwise the result is -1, and `errno` is set.
 fn reading(fd: c_int, at: At) -> Option<isize> {
     (!before_reading(fd, at)).then_some(-1)
 }

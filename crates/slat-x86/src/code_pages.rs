@@ -298,9 +298,9 @@ impl Member {
         self.seat.heeded.store(version, Release);
     }
 
-    /// Heeds `version`, which this CPU's own change has made, and for which this CPU has nothing to drop. Does nothing
-    /// if other CPUs have changed the version, too: they have set the bit in this CPU's attention word, so
-    /// [`heed`](Self::heed) will be called.
+    /// Records that this CPU has acted on (heeded) `version`, a version that the CPU's own change has made. The CPU has
+    /// nothing to drop for its own change. Does nothing if other CPUs have changed the version, too: they have set the
+    /// bit in this CPU's attention word, so [`heed`](Self::heed) will be called.
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);

@@ -139,7 +139,7 @@ fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }
 
-/// Chooses the handler of the x87 instruction whose bytes are `code`. `None`: this CPU does not have it.
+/// Chooses the handler of the x87 instruction whose bytes are `code`. `None`: this CPU does not have the instruction.
 pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Handler> {
     if insn.mnemonic() == M::Wait {
         return Some(fwait);

@@ -78,7 +78,7 @@ impl Gpa {
 }
 
 impl Gfn {
-    /// Returns the address of the first byte, if this is the number of a 4 KiB frame.
+    /// Returns the address of the frame's first byte. The frame must be a frame of 4 KiB.
     #[inline]
     pub const fn gpa(self) -> Gpa {
         Granule::Kib4.gpa(self)
@@ -111,7 +111,7 @@ impl Hpa {
 }
 
 impl Pfn {
-    /// Returns the address of the first byte, if this is the number of a 4 KiB frame.
+    /// Returns the address of the frame's first byte. The frame must be a frame of 4 KiB.
     #[inline]
     pub const fn hpa(self) -> Hpa {
         Granule::Kib4.hpa(self)

@@ -29,8 +29,8 @@ pub struct TableMeta {
     pub(crate) nx_split: AtomicBool,
     /// Whether the table maps parts of a larger page of the guest. Written before publication.
     pub(crate) maps_parts: AtomicBool,
-    /// The number of leaves in the table. It lets the engine free or skip the table without reading its entries.
-    /// Written under the table's lock, or before publication.
+    /// The number of leaves in the table. By this number, the engine can free or skip the table without reading its
+    /// entries. Written under the table's lock, or before publication.
     pub(crate) leaves: AtomicU16,
     /// The number of the flush after which the table's broken leaves (made invalid by break-before-make) may be mended
     /// (replaced by valid entries); 0: none was broken. Written like `leaves`.

@@ -168,7 +168,7 @@ impl<T> Uncounted<T> {
         unsafe { &(*self.0.as_ptr()).value }
     }
 
-    /// Makes one more owner.
+    /// Makes another owner of the value.
     ///
     /// # Safety
     /// - An owner of the value exists.

@@ -44,7 +44,7 @@ impl MmuKind {
         }
     }
 
-    /// Returns whether there is such an MMU for tables of format `F`.
+    /// Returns whether format `F` has this kind of MMU.
     pub const fn serves<F: Format>(self) -> bool {
         match self {
             MmuKind::Tdp => true,
@@ -53,7 +53,7 @@ impl MmuKind {
         }
     }
 
-    /// Returns whether there is such an MMU for tables of format `F` that shadows nested tables, too
+    /// Returns whether format `F` has this kind of MMU, able to shadow nested tables
     /// ([`Config::nested`](crate::Config)).
     pub const fn nests<F: Format>(self) -> bool {
         self.serves::<F>() && can_shadow::<F>()

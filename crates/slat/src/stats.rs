@@ -55,7 +55,7 @@ counters! {
     pf_taken,
     /// Faults that installed a leaf, or added rights to one.
     pf_fixed,
-    /// Faults that found that the leaf already existed: another vCPU was faster.
+    /// Faults that found the leaf already installed, because another vCPU was faster.
     pf_spurious,
     /// Fixed or spurious faults for which the engine looked up neither slot nor host page: the leaf had lost a right
     /// only because of the dirty log.

@@ -39,7 +39,7 @@ struct Place {
 /// What decides which faults an access can have.
 #[derive(Clone, Copy)]
 struct Request {
-    /// The address that an abort reports. `None`: the address that was translated.
+    /// The address that an abort reports. `None`: an abort reports the address that was translated.
     reported: Option<u64>,
     want: Want,
     /// The access belongs to a cache maintenance instruction or AT.

@@ -4,7 +4,7 @@ use super::{ChannelState, HPET_LEGACY, Pit, PitState, SPEAKER_DATA_ON};
 use crate::random::Random;
 use std::vec::Vec;
 
-/// The time at which tests begin, which is no round number.
+/// The time at which tests begin. It is not a round number.
 const BEGIN: u64 = 1_000_000_007;
 const CONTROL: u16 = 0x43;
 const MS: u64 = 1_000_000;

@@ -99,8 +99,8 @@ impl Object {
         }
     }
 
-    /// Returns the text that the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link that
-    /// the kernel shows stays. Takes no lock and allocates nothing.
+    /// Returns the text that the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the object is
+    /// a module parameter, for which the text that the kernel shows is right. Takes no lock and allocates nothing.
     pub fn link(&self) -> Option<LinkName> {
         let (name, vcpu) = match self {
             Object::System(_) | Object::DevicePath => ("/dev/kvm", None),

@@ -163,7 +163,8 @@ impl VcpuObject {
         }
     }
 
-    /// Handles `exit`, the exit after which the CPU stopped executing. `None`: there was no exit.
+    /// Handles `exit`, the exit after which the CPU stopped executing. If `exit` is `None`, there was no exit, and the
+    /// guest continues.
     ///
     /// # Errors
     /// The errors of [`run`](Self::run).

@@ -155,8 +155,8 @@ unsafe fn replace_program(
     }
 }
 
-/// Returns a path of the file that execveat would execute; the path may be stored in `buffer`. `None`: the kernel has
-/// to find the file.
+/// Returns a path of the file that execveat would execute; the path may be stored in `buffer`. `None`: a flag is
+/// unknown, or the path cannot be read or is too long. Then the kernel has to find the file.
 fn path_at(
     directory: c_int,
     path: *const c_char,

@@ -54,8 +54,8 @@ impl Handle {
         }
     }
 
-    /// Makes a request whose argument is a struct, which the request may read and write. If the struct has a table, the
-    /// table has as many entries as its count says.
+    /// Makes a request with a struct as its argument. The request may read and write the struct. If the struct has a
+    /// table, the table has as many entries as its count says.
     ///
     /// # Errors
     /// The errno.

@@ -138,7 +138,7 @@ pub(crate) struct Region {
     /// The guarded accesses. The number of each is the index of its instruction in `steps`.
     pub(crate) guarded: Guarded,
     /// For each block, the offset of the code that enters the region at this block. `None`: the region cannot be
-    /// entered at it.
+    /// entered at this block.
     pub(crate) entries: Box<[Option<u32>]>,
 }
 

@@ -84,8 +84,8 @@ macro_rules! pairs {
             }
         }
 
-        /// Returns what an instruction does with each element of its two sources. `None`: the compiler cannot translate
-        /// it.
+        /// Returns the operation that an instruction applies to each element of its two sources. `None`: the compiler
+        /// cannot translate the instruction.
         #[cfg(feature = "jit")]
         pub(crate) fn meaning(mnemonic: M) -> Option<(Each, Elements)> {
             Some(match mnemonic {

@@ -114,7 +114,7 @@ impl ReaderMarks {
         }
     }
 
-    /// Ends the reader's epoch. If `aborted`, its pages are pending again.
+    /// Ends the reader's epoch. If `aborted`, the pages of the epoch become pending again.
     pub(crate) fn end_epoch(&self, aborted: bool) {
         for (index, word) in self.epoch.iter().enumerate() {
             let marks = word.load(Relaxed);

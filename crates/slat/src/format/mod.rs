@@ -340,7 +340,8 @@ pub unsafe trait Format: Send + Sync + 'static {
         frame <= Self::take_frame(Self::FRAME)
     }
     /// Returns the bits of an entry that contain `frame`. The caller has checked that an entry [`holds`](Self::holds)
-    /// the frame: a platform guarantees this for frames of tables, and a fault refuses pages for which it is false.
+    /// the frame: a platform guarantees that for the frames of tables, and a fault refuses a page whose frame an entry
+    /// cannot hold.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");

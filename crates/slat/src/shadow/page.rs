@@ -137,7 +137,7 @@ impl ShadowPage {
         self.role.get().level
     }
 
-    /// Returns the facts about the guest's table. `None`: the page is direct.
+    /// Returns the properties of the guest's table. `None`: the page is direct.
     pub(super) fn guest(&self) -> Option<&Guest> {
         (self.guest.as_deref()).filter(|_| !self.role.get().is_direct())
     }

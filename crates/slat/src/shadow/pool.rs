@@ -18,7 +18,7 @@ pub(super) struct Pool<T> {
 /// More records for a [`Pool`], allocated while its lock is not held.
 pub(super) struct More<T> {
     records: Vec<Box<T>>,
-    /// Larger lists for the pool, if the pool's own lists are full.
+    /// Larger lists for the pool, if its present lists have no capacity left.
     lists: Option<(Vec<Box<T>>, Vec<u32>)>,
 }
 

@@ -79,7 +79,7 @@ impl<'a> Batch<'a> {
         })
     }
 
-    /// Checks the changes against the existing slots, in the order of the changes. `capacity`: the number of frames
+    /// Checks the changes against the existing slots, in the order of the changes. `capacity` is the number of frames
     /// that the tables translate.
     ///
     /// # Errors

@@ -299,7 +299,7 @@ impl<O: Order> Index<O> {
         {
             return self.exchange_in(at, old, new);
         }
-        // Add `new` first, while the leaves are still as they were when `spare` was filled.
+        // Add `new` first, while the leaves are still the same as when `spare` was filled.
         if let Some(new) = new {
             self.insert(new, spare);
         }

@@ -202,7 +202,7 @@ impl Memslot {
         self.uncounted_log().map(|log| unsafe { log.get() })
     }
 
-    /// Whether `log` is the slot's log; for `None`, whether the slot has no log.
+    /// Whether the slot's log is `log`. If `log` is `None`, whether the slot has no log.
     pub(crate) fn logs_to(&self, log: Option<&DirtyLog>) -> bool {
         self.log().map(ptr::from_ref) == log.map(ptr::from_ref)
     }

@@ -165,7 +165,7 @@ pub enum RegionError {
     TooHigh(Region),
     /// The region reaches beyond the addresses that the page tables translate.
     BeyondTables(Region),
-    /// The region has more pages than one slot, or all slots together, may have.
+    /// The region has more pages than a slot may have, or the slots together would have too many pages.
     TooLarge(Region),
     /// The size of this slot is 0. All checks that KVM makes earlier have succeeded. In KVM, size 0 deletes the slot.
     /// Here only [`crate::Vm::remove_memory_region`] deletes, so that a size that is accidentally 0 deletes no memory.

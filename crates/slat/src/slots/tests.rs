@@ -423,7 +423,7 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
     });
     assert_eq!(waits, 3);
     drop(change);
-    // The reader sees the set that is published now, and no change waits for it again.
+    // The reader sees the current set, and no change waits for this reader again.
     assert!(world.current().find(Gfn(12)).is_some());
     world.set(&region(2, 30, 5, 0)).unwrap();
     reader.leave();

@@ -85,7 +85,7 @@ impl Side {
     }
 
     /// Prepares to read `elements` elements: returns the linear and the host address of the lowest. `None`: not all of
-    /// them are inside the segment, or they are not in memory.
+    /// the elements are inside the segment, or they are not in memory.
     ///
     /// # Errors
     /// The exception of the first element.

@@ -53,7 +53,7 @@ fn set_element<T: Int>(v: &mut Ymm, n: usize, value: T) {
     *half = *half & !ones | u128::from(value.zx()) << (bit % 128);
 }
 
-/// Returns the linear address of element `n` of the memory operand. `None`: the mask does not select it.
+/// Returns the linear address of element `n` of the memory operand. `None`: the mask does not select the element.
 fn selected<T: Int>(cpu: &mut Cpu, op: &Op, mask: &Ymm, n: usize) -> Result<Option<u64>, Break> {
     if !element::<T>(mask, n).top() {
         return Ok(None);

@@ -253,7 +253,8 @@ impl Note {
         (self.0 ^ other.0) & !GAINED == 0
     }
 
-    /// Returns the note of a leaf with the rights of both notes, which must be alike.
+    /// Returns the note of a leaf that has the rights of both notes together. The notes must be alike
+    /// ([`Self::is_like`]).
     pub(crate) fn with(self, other: Note) -> Note {
         Note(self.0 | other.0)
     }

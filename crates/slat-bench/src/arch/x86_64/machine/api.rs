@@ -75,7 +75,7 @@ pub trait VmApi: Send + Sync {
     /// KVM's errors.
     fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
 
-    /// Returns slat's engine, for its counters and policies. `None`: this is a real KVM.
+    /// Returns slat's engine, for its counters and policies. `None`: the KVM is a real one, not slat.
     fn engine(&self) -> Option<&EngineVm>;
 }
 

@@ -184,7 +184,7 @@ impl<'m, A: Api> Machine<'m, A> {
         vcpu.set_sregs(&interrupts::special_registers(vcpu.sregs()?))
     }
 
-    /// Returns slat's engine, with its counters and policies. `None`: this is a real KVM.
+    /// Returns slat's engine, with its counters and policies. `None`: the machine runs on a real KVM, not on slat.
     pub fn engine(&self) -> Option<&EngineVm> {
         self.vm.engine()
     }
