@@ -99,7 +99,7 @@ pub enum Event {
         /// The role of the page, as in [`Event::GetPage`].
         role: PageRole,
     },
-    /// `kvm_unmap_hva_range`: an invalidation begins, whether a memslot uses the memory or not.
+    /// `kvm_unmap_hva_range`: an invalidation begins, even if no memslot uses the memory.
     UnmapHvaRange(Range<Hva>),
     /// `kvm_age_hva`: the accessed bits of leaves are read, and perhaps cleared.
     AgeHva(Range<Hva>),

@@ -144,8 +144,8 @@ fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
     })
 }
 
-/// Returns whether `entry` is a leaf of `level`, and whether that leaf was used. Has no branch: branch prediction
-/// cannot know which pages the guest uses.
+/// Returns whether `entry` is a leaf of `level`, and whether that leaf was used. The function has no branch, because
+/// branch prediction cannot know which pages the guest uses.
 #[inline(always)]
 fn leaf<F: Format>(entry: &AtomicU64, level: Level) -> (bool, bool) {
     let bits = entry.load(Relaxed);

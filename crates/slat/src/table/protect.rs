@@ -76,7 +76,7 @@ enum Below<'t> {
     /// The entry is protected, and stays so, unless it is replaced, as long as the lock of the table below is held.
     /// Contains the guard of this lock, and the entry's bits.
     Protected(TableGuard<'t>, u64),
-    /// Another thread has given the right back, or replaced the entry.
+    /// Another thread has given the right to write back to the entry, or replaced it.
     Free,
 }
 

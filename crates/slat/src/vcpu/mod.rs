@@ -75,7 +75,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// The vCPU's reader, which is one of `vm.readers`, and its paging-structure cache.
     presence: Presence,
-    /// Number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
+    /// The number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
     /// `presence` belong.
     space: usize,
     /// The root from which the vCPU's walks by guest-physical addresses start.
@@ -94,7 +94,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     counted_before: Stats,
 }
 
-/// The parts of an entered vCPU that a fault uses, borrowed separately.
+/// The parts of an entered vCPU that a fault uses, as separate references.
 pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) vm: &'v Vm<P, F>,
     pub(crate) tables: &'v Mmu<P, F>,

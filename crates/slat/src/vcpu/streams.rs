@@ -51,9 +51,9 @@ pub(super) struct Stream {
 enum Looked {
     /// No fault of the stream has searched its window for pages to prefetch.
     Never,
-    /// A fault has looked, and no fault has continued the stream since.
+    /// A fault has searched its window for pages to prefetch, and no fault has continued the stream since.
     Once,
-    /// A fault has looked, and a fault has continued the stream since.
+    /// A fault has searched its window for pages to prefetch, and a fault has continued the stream since.
     Rightly,
 }
 
@@ -67,10 +67,10 @@ pub(super) struct Resident {
     pub(super) run: HostRun,
 }
 
-/// Decides which faults look for resident pages, depending on how many looks were in vain.
+/// Decides which faults look for resident pages, depending on the number of searches that found no page to map.
 #[derive(Default)]
 struct Pause {
-    /// The number of consecutive looks in vain, up to [`Self::LONGEST`].
+    /// The number of consecutive searches that found no page to map, up to [`Self::LONGEST`].
     in_vain: u32,
     /// The number of faults that still must not look before the next look.
     left: u32,

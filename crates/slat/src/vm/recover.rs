@@ -69,7 +69,7 @@ pub(super) struct Recovered {
     pub(super) next: u64,
     /// The number of tables about which the host was asked.
     pub(super) tables: usize,
-    /// The number of replaced tables; in an MMU of shadow pages, of zapped tables.
+    /// The number of tables that were replaced (or zapped, in an MMU of shadow pages).
     pub(super) leaves: u64,
 }
 

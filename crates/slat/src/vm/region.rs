@@ -193,7 +193,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let logs = new_logs(&change, edits)?;
         let mut turns = Vec::new();
         (turns.try_reserve_exact(logs.len())).map_err(|_| OutOfMemory)?;
-        // This does not wait, because no other thread can find these logs yet.
+        // Taking these locks does not wait, because no other thread can find these logs yet.
         turns.extend(logs.iter().map(|log| log.turn.lock(self.turn_wait())));
         let mut work = Vec::new();
         (work.try_reserve_exact(most_log_work(&change, edits))).map_err(|_| OutOfMemory)?;
