@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 pub trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// The end of the message that is printed if the thread cannot be started. This text names the feature that then
-    /// does not work.
+    /// The end of the message that is printed if the thread cannot be started: it names the feature that does not work
+    /// without the thread.
     const WITHOUT: &'static str;
 
     /// The number of bytes of the thread's stack.
@@ -134,7 +134,7 @@ pub fn start<T: Background>(work: &'static T) -> bool {
 mod tests {
     use super::*;
 
-    /// A background thread whose work ends at once, as it does when the host forbids the work.
+    /// A background thread whose work ends at once, as if the host had forbidden the work.
     struct EndsAtOnce;
 
     impl Background for EndsAtOnce {

@@ -249,8 +249,8 @@ impl GuestMemory {
         void
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its own translations before it uses one
-    /// again. Returns `false` if a signal or a full dirty ring ends the run.
+    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its own cached translations before it
+    /// uses any of them again. Returns `false` if a signal or a full dirty ring ends the run.
     pub(crate) fn may_try_again(&mut self) -> bool {
         self.request_retry();
         self.engine.quiesce();

@@ -73,13 +73,13 @@ impl Event {
             }
     }
 
-    /// Whether both are the same registration, provided that both are for the same address.
+    /// Whether `self` and `other`, which are for the same address, are the same registration.
     pub(crate) fn is(&self, other: &Event) -> bool {
         self.len == other.len && self.value == other.value && self.eventfd.is(&other.eventfd)
     }
 
-    /// Replaces this registration's descriptor by that of `other`, if both refer to the same eventfd. Sharing saves
-    /// descriptors: clients may have thousands of registrations.
+    /// Replaces this registration's descriptor by the descriptor of `other`, if both descriptors refer to the same
+    /// eventfd. Sharing saves descriptors: clients may have thousands of registrations.
     pub(crate) fn share_eventfd(&mut self, other: &Event) {
         if self.eventfd.is(&other.eventfd) {
             self.eventfd = other.eventfd.clone();

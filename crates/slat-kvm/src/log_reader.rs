@@ -41,10 +41,10 @@ struct RangesRequest {
     /// The first frame to search. The request sets this field to the frame after the last range that it returns, so
     /// that the next request continues at that frame.
     gfn: u64,
-    /// The address space of that frame. The request changes it with `gfn`.
+    /// The address space of the frame `gfn`. The request changes this field together with `gfn`.
     address_space: u32,
-    /// The number of elements at `ranges`. The request sets it to the number of elements that it has written. If that
-    /// is smaller, there are no more dirty pages.
+    /// The number of elements at `ranges`. The request sets this field to the number of elements that it has written.
+    /// If this number is smaller than before, there are no more dirty pages.
     count: u32,
     /// Runs with fewer clean pages between them are joined to one range.
     min_gap: u64,

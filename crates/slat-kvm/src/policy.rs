@@ -79,7 +79,8 @@ impl Assignment {
     }
 }
 
-/// Returns the name in `names` that is most similar to `word`, if `word` may be a misspelling of it.
+/// Returns the name in `names` that is most similar to `word`, if `word` may be a misspelling of this name. `None`: no
+/// name is similar enough.
 fn most_like<'a>(word: &str, names: &[&'a str]) -> Option<&'a str> {
     // This similarity is between 0 and 1. clap uses the same function to suggest options.
     let likeness = |name: &&str| strsim::jaro(word, name);

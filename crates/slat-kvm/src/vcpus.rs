@@ -38,7 +38,8 @@ impl Vcpus {
         self.map.reserve(self.by_id.len() + 1)
     }
 
-    /// Looks up the vCPU with this id. Returns `Ok` with its index, or `Err` with the index at which to insert it.
+    /// Looks up the vCPU with this id. Returns `Ok` with the vCPU's index, or `Err` with the index at which such a vCPU
+    /// has to be inserted.
     pub(crate) fn place(&self, id: u32) -> std::result::Result<usize, usize> {
         self.by_id.binary_search_by_key(&id, |vcpu| vcpu.id)
     }

@@ -35,7 +35,8 @@ impl Cpu {
         self.ask(op, kind, Exit::Msr { index, value, why })
     }
 
-    /// Ends the run with `exit`. Records `op`, so that the result that the caller passes later can finish it.
+    /// Ends the run with `exit`. Records `op`, so that `op` can be finished with the result that the caller passes
+    /// later.
     fn ask(&mut self, op: &Op, kind: QuestionKind, exit: Exit) -> Break {
         self.devices.question = Some(Question {
             rip: self.rip_of(op),

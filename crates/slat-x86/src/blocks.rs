@@ -35,8 +35,8 @@ const SEEN_LINE: usize = 512;
 /// The number of bits of [`Seen`] that one address sets. All of these bits are in one line.
 const SEEN_EACH: u32 = 3;
 
-/// A Bloom filter of the addresses of code that ran recently. If two addresses collide, one block too many is kept, but
-/// no other block is evicted for it.
+/// A Bloom filter of the addresses of code that ran recently. If two addresses collide, a block is kept needlessly, but
+/// no other block is evicted because of the collision.
 struct Seen {
     lines: [[u64; SEEN_LINE / 64]; SEEN / SEEN_LINE],
     set: usize,
@@ -146,7 +146,8 @@ impl Blocks {
         self.pool.bytes_with(more) + heap::map_bytes(self.kept.capacity(), entry)
     }
 
-    /// Allocates memory in the index for one more block. If there is no memory, the block will not be kept.
+    /// Allocates memory in the index for one more block. If there is no memory for the index, the block will not be
+    /// kept.
     pub(crate) fn reserve(&mut self) {
         let _ = self.kept.try_reserve(1);
     }
@@ -308,7 +309,8 @@ mod tests {
         let mut seen = Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // The filter is cleared when a quarter of its bits are set, so not before it has this number of addresses.
+        // The filter is cleared when a quarter of its bits are set. So it is not cleared before this number of
+        // addresses was added.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

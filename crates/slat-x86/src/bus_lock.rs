@@ -25,8 +25,8 @@ impl BusLock {
         if *exit == Exit::BusLock && self.when == BusLocks::ExitBefore {
             self.rip = Some(rip);
         } else if self.passes {
-            // This run ended before it reached the instruction. So the next run may execute the instruction although it
-            // locks the bus.
+            // The run ended before it reached the instruction at `rip`. So the next run may execute that instruction,
+            // although the instruction locks the bus.
             self.rip = Some(began);
         }
     }

@@ -229,7 +229,7 @@ impl Change<'_> {
     }
 }
 
-/// One CPU among those that share a [`CodePages`].
+/// A CPU of the group of CPUs that share a [`CodePages`].
 pub(crate) struct Member {
     pages: Arc<CodePages>,
     seat: Box<Seat>,

@@ -55,7 +55,7 @@ pub(crate) struct Compiled {
     /// invalid, too. See `tell_targets_apart`.
     pub(crate) edition: u32,
     /// The set in which the last region looked for its successor without finding it: the successor's target is to be
-    /// stored in this set. Null: the last region did not look for one.
+    /// stored in this set. Null: the last region did not look for a successor.
     pub(crate) wanted: *const Target,
     /// The guest address at which the last region was entered, if `attention` ended the run in that region.
     pub(crate) ran: u64,

@@ -130,7 +130,7 @@ impl Executor {
         self.reader = None;
     }
 
-    /// Drops an access of an earlier run if the caller did not complete it, so that its instruction makes the access
+    /// Drops an access of an earlier run that the caller did not complete, so that the instruction makes the access
     /// again. Also drops an access whose instruction is no longer at RIP.
     pub(crate) fn forget_question(&mut self) {
         let rip = self.state.rip;

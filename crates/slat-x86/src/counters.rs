@@ -35,8 +35,8 @@ counters! {
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
-    /// Blocks that were not found in the front table: a part of `blocks`. The reason is a flush, a store to code, a
-    /// serialising event, or that the block runs rarely.
+    /// Blocks that were not found in the front table, because of a flush, a store to code or a serialising event, or
+    /// because the block runs rarely. `blocks` counts them, too.
     blocks_looked_up,
     /// Blocks decoded: a part of `blocks_looked_up`.
     blocks_decoded,

@@ -126,7 +126,7 @@ impl Cpu {
         self.features = features;
     }
 
-    /// Sets what happens at a locked access that crosses a cache line.
+    /// Sets the effect of a locked access that crosses a cache line.
     pub fn set_bus_locks(&mut self, when: BusLocks) {
         self.bus_lock.when = when;
     }

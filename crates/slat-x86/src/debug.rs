@@ -18,7 +18,7 @@ use crate::watch::{DR6_BD, DR6_BS, DR6_HITS, DR6_ONES, DR7_GD, kind};
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Whether the current instruction will trap at its end, for another reason than its memory accesses.
+    /// Whether the current instruction will cause a debug trap at its end, not counting watchpoints.
     pub(crate) fn traps(&self) -> bool {
         self.watch.steps || self.probes.steps
     }

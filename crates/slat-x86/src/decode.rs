@@ -40,7 +40,7 @@ impl Cpu {
     }
 
     /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. If `may_keep`, the block may
-    /// later be kept, so its code gets a snapshot. On failure the block is empty.
+    /// later be kept, so a snapshot of its code's page is made. On failure the block is empty.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -70,7 +70,8 @@ impl Cpu {
         }
         if block.ops.is_empty() {
             // The bytes are no valid instruction, and raise #UD, or #GP if the instruction is longer than 15 bytes. The
-            // block contains all bytes that may be the reason, so that all of them are compared with memory.
+            // block contains all bytes that may make the instruction invalid, so that all of them are compared with
+            // memory.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -173,7 +174,8 @@ impl Cpu {
             let len = insn.len() as u8;
             if lower::lower(&insn, code, key.mode, &blank, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
-                    // The bytes after UD2 decide whether it is KVM's prefix, so they belong to the block.
+                    // The bytes after UD2 decide whether UD2 is part of KVM's prefix, so these bytes belong to the
+                    // block.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());
                 }
                 break;

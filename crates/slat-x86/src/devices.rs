@@ -12,7 +12,7 @@ pub(crate) const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fragment {
-    /// The linear address of a read. 0 for a write, which does not need it.
+    /// The linear address of a read. 0 for a write, which does not need the address.
     pub(crate) lin: u64,
     pub(crate) gpa: u64,
     pub(crate) len: u8,

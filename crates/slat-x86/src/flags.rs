@@ -162,8 +162,8 @@ impl Cpu {
             Flags::Inc { result, .. } => (INC, result),
             Flags::Dec { result, .. } => (DEC, result),
             Flags::Shl { before, result } => {
-                // CF is the last bit that was shifted out: the sign bit of `before`. Choose `x` so that `x < y` is that
-                // bit.
+                // CF is the last bit that was shifted out: the sign bit of `before`. Choose `x` so that `x < y` has the
+                // value of this bit.
                 (lazy.x, lazy.y) = (u64::MAX >> (65 - T::BITS), before.zx());
                 (SHL, result)
             }

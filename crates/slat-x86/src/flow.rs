@@ -9,7 +9,7 @@
 pub enum Break {
     /// The instruction is done, and has set `state.rip`.
     Jump,
-    /// The instruction is done. The block ends after it, because something that blocks depend on has changed.
+    /// The instruction is done. The block ends after the instruction, because state on which blocks depend has changed.
     End,
     /// [`Cpu::raise`](crate::Cpu) has recorded a fault. The instruction has had no effect.
     Exception,

@@ -145,7 +145,8 @@ impl Cpu {
         let bytes = 1u64 << op.size;
         let mut bits = [0xff; 2];
         let at = self.svm.control.io_map() + u64::from(port / 8);
-        // Two bytes are needed for several ports; the map has one more byte after that of port 0xffff.
+        // The bits of an access to several ports may be in two bytes. So the map has another byte after the byte of
+        // port 0xffff.
         if self.read_physical(at, &mut bits[..1])? && self.read_physical(at + 1, &mut bits[1..])? {
             let bits = u64::from(u16::from_le_bytes(bits)) >> (port % 8);
             if bits & ((1 << bytes) - 1) == 0 {

@@ -103,8 +103,8 @@ impl Cpu {
         }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // A #BP that the debugger passes on to the guest is the trap of the guest's INT3. So its handler must
-            // return to the instruction after the INT3.
+            // A #BP that the debugger passes on to the guest is the trap of the guest's INT3. So the handler of the #BP
+            // must return to the instruction after the INT3.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -213,7 +213,7 @@ impl Cpu {
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
         let second = self.raised.exception.vector;
-        // The hypervisor may intercept the second exception: then it gets a #VMEXIT, and there is no shutdown.
+        // If the hypervisor intercepts the second exception, the hypervisor gets a #VMEXIT, and there is no shutdown.
         if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
             self.svm.set_delivering(None);

@@ -297,7 +297,7 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
 }
 
 /// The check operation, which ends the block if the last store has changed code. It follows an instruction that may
-/// store but does not check this itself.
+/// store to memory but does not check for changed code itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }

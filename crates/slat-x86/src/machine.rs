@@ -126,8 +126,8 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is refused. The machine refuses accesses to its MSRs; the CPU refuses accesses to MSRs that the
-/// CPU itself holds.
+/// The reason why RDMSR or WRMSR is refused. The machine refuses accesses to its MSRs; the CPU refuses accesses to MSRs
+/// that the CPU itself holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -243,7 +243,7 @@ pub trait Machine: Mmu {
     /// Called after the guest has written CR8, the task priority of its local APIC. (WRMSR to the APIC's task-priority
     /// register also changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
-    /// Returns what VMCALL or VMMCALL does in this machine.
+    /// Returns the effect that VMCALL or VMMCALL has in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
@@ -285,7 +285,7 @@ impl HypercallInstruction {
     }
 }
 
-/// What an instruction that makes a hypercall does.
+/// The effect of an instruction that makes a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercalls {
     /// The CPU executes the instruction.

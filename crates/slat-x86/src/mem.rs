@@ -131,7 +131,7 @@ impl Cpu {
     }
 
     /// Call before a locked access that crosses a cache line, for which a processor locks the bus (SDM volume 3, "Bus
-    /// Locking"). Ends the run if the caller wants to know of it before.
+    /// Locking"). Ends the run if the caller wants to know of the bus lock before the access.
     #[cold]
     fn before_bus_lock(&mut self) -> Result<(), Break> {
         match self.bus_lock.ends_run() {
@@ -141,7 +141,7 @@ impl Cpu {
     }
 
     /// Call after a locked access that crosses a cache line. Ends the run after the instruction if the caller wants to
-    /// know of it then.
+    /// know of the bus lock afterwards.
     #[cold]
     fn after_bus_lock(&mut self) {
         if self.bus_lock.note() {
@@ -168,8 +168,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does the work of [`update`](Self::update) after a TLB miss. It is a function of its own, so that the fast path
-    /// need not check whether the page is tracked.
+    /// Does the work of [`update`](Self::update) after a TLB miss. A function of its own, so that the fast path need
+    /// not check whether the page is tracked.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -353,7 +353,7 @@ impl Cpu {
     /// again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
-        // Usually the word is in one page of memory. Then one access reads all of it, so that it stays atomic.
+        // Usually the word is in one page of memory. Then one access reads all of it, so that the read is atomic.
         if let Places {
             first: Place::Host { host, .. },
             second: None,

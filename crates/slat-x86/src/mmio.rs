@@ -77,7 +77,7 @@ impl Cpu {
             self.devices.taken += 1;
             return Ok(());
         }
-        // The provided data of later reads is for other addresses: drop it.
+        // Drop the provided data of later reads, which is for other addresses.
         answers.end = self.devices.taken;
         if answers.end == MOST_FRAGMENTS {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));

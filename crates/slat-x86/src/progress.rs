@@ -16,7 +16,7 @@ const PATIENCE: u32 = 64;
 pub(crate) struct Progress {
     /// The number of instructions that the CPU had executed when `deliveries` was last reset to 0.
     instructions: u64,
-    /// The number of events since then that were delivered, or whose delivery has failed.
+    /// The number of events that were delivered, or whose delivery has failed, since `deliveries` was last reset.
     deliveries: u32,
     /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,

@@ -86,8 +86,8 @@ impl Executor {
         f(leave.0)
     }
 
-    /// If `attention` says that other CPUs have changed code, acts on that. Returns whether another bit of `attention`
-    /// is set: then the run must end.
+    /// If `attention` says that other CPUs have changed code, acts on the changes. Returns whether another bit of
+    /// `attention` is set: then the run must end.
     #[cold]
     #[inline(never)]
     pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
@@ -222,8 +222,8 @@ impl Executor {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Does what follows when `op`, whose bytes are `code`, has ended its block because of `why`. The caller has set
-    /// `block_rip`.
+    /// Does the work that is needed after `op`, whose bytes are `code`, has ended its block because of `why`. The
+    /// caller has set `block_rip`.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
             Break::Jump => {}
@@ -281,7 +281,7 @@ impl Executor {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // The guest's own INT3 delivers #BP itself. Here the INT3 is one that the debugger claims.
+            // The guest's own INT3 delivers #BP itself. This INT3 is one of the debugger's, so the debugger claims it.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,

@@ -84,7 +84,7 @@ impl Cpu {
         (at + bytes - 1 <= limit).then(|| base.wrapping_add(at))
     }
 
-    /// Reads the descriptor of a selector. Returns `None` if it is beyond its table.
+    /// Reads the descriptor of a selector. Returns `None` if the selector is beyond the limit of its table.
     pub(crate) fn try_descriptor(&mut self, selector: u16) -> Result<Option<Descriptor>, Break> {
         match self.descriptor_address(selector, 8) {
             Some(address) => {

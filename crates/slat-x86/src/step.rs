@@ -63,8 +63,8 @@ impl Executor {
     ) -> Option<Exit> {
         let probe_steps = self.probes.step();
         let resumed = self.state.rflags & flags::RF;
-        // Clear RF before the instruction, because the instruction may set it for the next one: IRET, or a string
-        // instruction that is not done.
+        // Clear RF before the instruction, because the instruction may set RF for the next instruction: IRET, or a
+        // string instruction that is not done.
         self.state.rflags &= !flags::RF;
         let steps = self.steps();
         let events = &mut self.state.events;

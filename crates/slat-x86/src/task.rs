@@ -303,8 +303,8 @@ impl Cpu {
         }
     }
 
-    /// Loads the new task into the CPU's state. If this raises a fault in the new task, the state is already that of
-    /// the new task, and segments that were not loaded are unusable.
+    /// Loads the new task into the CPU's state. If this raises a fault in the new task, the state is already the state
+    /// of the new task, and segments that were not loaded are unusable.
     fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let Image { registers, ldt, .. } = task.image;
         let nested = if initiator.nests() { flags::NT } else { 0 };

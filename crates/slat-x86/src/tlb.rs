@@ -106,8 +106,8 @@ impl Entry {
     }
 }
 
-/// A Bloom filter, with one hash, of region numbers: of the regions (2 MiB or 1 GiB) that have had entries since the
-/// last flush.
+/// A Bloom filter, with one hash, of the numbers of regions (2 MiB or 1 GiB) that have had entries since the last
+/// flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -300,7 +300,7 @@ impl Tlb {
         self.second.flush_world(name);
     }
 
-    /// Drops the translations of a world that is not the current one.
+    /// Drops the translations of a world that is not the current world.
     pub(crate) fn forget_world(&mut self, world: usize) {
         self.second.forget_world(world);
     }
@@ -355,7 +355,8 @@ impl Tlb {
         }
     }
 
-    /// From now on, each store to a host page for which `has_code` returns `true` must be recorded, so it misses.
+    /// From now on, each store to a host page for which `has_code` returns `true` must be recorded, so the store must
+    /// miss the TLB.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {

@@ -75,7 +75,7 @@ impl Breakpoints {
     }
 }
 
-/// The breakpoints in effect, which kinds are among them, and their hits.
+/// The breakpoints in effect, the kinds of these breakpoints, and their hits.
 #[derive(Default)]
 pub(crate) struct Watch {
     pub(crate) breakpoints: Breakpoints,

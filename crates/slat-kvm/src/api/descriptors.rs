@@ -23,7 +23,8 @@ struct Entry {
     object: Object,
     /// The number of [`Descriptor`]s that refer to the object.
     descriptors: usize,
-    /// The VM that keeps the object in the list as long as it lives, even without a [`Descriptor`].
+    /// A VM that uses the object. As long as the VM lives, it keeps the object in the list, even if there is no
+    /// [`Descriptor`] of the object.
     vm: Weak<VmObject>,
 }
 
@@ -41,7 +42,7 @@ fn find(entries: &[Entry], file: FileId) -> std::result::Result<usize, usize> {
 fn insert(entry: Entry) -> Result<()> {
     let mut entries = entries();
     heap::reserve(&mut entries, 1)?;
-    // A file that is in the list is still open, so another file cannot have its device and inode number.
+    // A file that is in the list is still open, so no other file has the same device and inode number.
     let (Ok(index) | Err(index)) = find(&entries, entry.file);
     entries.insert(index, entry);
     Ok(())

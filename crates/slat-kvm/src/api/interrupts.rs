@@ -50,8 +50,8 @@ impl VmFd {
         self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, 0))
     }
 
-    /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this returns, no vCPU
-    /// signals `fd` for that registration.
+    /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this method returns, no
+    /// vCPU signals `fd` for that registration.
     ///
     /// # Errors
     /// `ENOENT` when there is no such registration.
@@ -91,8 +91,8 @@ impl VmFd {
         })
     }
 
-    /// Removes the irqfd that [`register_irqfd`](Self::register_irqfd) made. When this returns, `fd` injects
-    /// nothing for `gsi` any more.
+    /// Removes the irqfd that [`register_irqfd`](Self::register_irqfd) made. When this method returns, `fd` injects no
+    /// interrupt for `gsi` any more.
     ///
     /// # Errors
     /// `EBADF`, `EINVAL` for a descriptor that is no eventfd.

@@ -49,7 +49,7 @@ unsafe impl Send for Listed {}
 pub(super) struct List {
     vcpus: Vec<Listed>,
     pub(super) debugged: Option<Debugged>,
-    /// Whether a debugger was ever attached. A VM that is created after that does not wait for a debugger.
+    /// Whether a debugger was ever attached. If so, VMs that are created later do not wait for a debugger.
     pub(super) came: bool,
     /// Whether the message was printed that the first VM waits for a debugger.
     told: bool,

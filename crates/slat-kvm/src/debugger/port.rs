@@ -19,7 +19,7 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 /// acquire before the debugger looks at that state.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
-/// The work that a vCPU does when it continues.
+/// The work that a vCPU's thread has to do before the vCPU continues.
 #[derive(Default)]
 pub(crate) struct Orders {
     pub(crate) probes: Vec<Probe>,

@@ -98,7 +98,8 @@ impl Session {
         wait::sleep(&NEWS, seen, Some(longest));
     }
 
-    /// Returns a number that changes when there are news. Call before looking at the vCPUs.
+    /// Returns a number that changes whenever a vCPU has reported something to the debugger. Call before looking at the
+    /// vCPUs.
     pub(crate) fn news(&self) -> u32 {
         NEWS.load(Ordering::Acquire)
     }

@@ -69,8 +69,8 @@ impl fmt::Display for LinkName {
 pub enum Answer {
     /// The value that `ioctl` returns.
     Value(i32),
-    /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table of descriptors that the
-    /// descriptor refers to the object.
+    /// A new object and its descriptor, which `ioctl` returns. The caller has to store in its table of descriptors that
+    /// this descriptor refers to the object.
     Created(Object, OwnedFd),
     /// A new object and its descriptor, as in `Created`, but the descriptor's number is stored in the client's own
     /// struct, and `ioctl` returns 0.

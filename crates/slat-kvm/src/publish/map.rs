@@ -86,7 +86,8 @@ fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::
             None => writeln!(to, " -")?,
         }
         strip(to, vm, space, &gfns, cells)?;
-        // The slots may have changed since the last look-up, so a slot that was listed before may end after this slot.
+        // The slots may have changed since the last look-up. So a slot that was already listed may end after the end of
+        // this slot.
         at = at.max(gfns.end);
     }
     hole(to, vm, space, at..Gfn(u64::MAX), cells)

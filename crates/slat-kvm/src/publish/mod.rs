@@ -139,8 +139,8 @@ pub(crate) fn vcpu_ends(number: u64, vcpu: &VcpuCommon) {
     drop(gone);
 }
 
-/// Returns the first live VM whose number is at least `from`, and its number. The list is unlocked when this returns,
-/// so a slow reader delays no client.
+/// Returns the first live VM whose number is at least `from`, and its number. The list is unlocked when this function
+/// returns, so a slow reader delays no client.
 fn vm_from(from: u64) -> Option<(u64, Arc<EngineVm>)> {
     let registry = registry();
     let first = registry.vms.partition_point(|vm| vm.number < from);

@@ -304,7 +304,7 @@ fn remove_dead(directory: &Own, now: u64) {
     }
 }
 
-/// Whether the name of a socket allows its process to be dead. A hidden socket may be new, and about to get its final
+/// Whether, by the name of a socket, its process may be dead. A hidden socket may be new, and about to get its final
 /// name. So a hidden socket counts as dead only when it is older than a minute.
 fn may_be_dead(name: &CStr, now: u64) -> bool {
     const MOMENT: u64 = 60_000_000_000;

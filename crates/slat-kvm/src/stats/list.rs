@@ -214,7 +214,8 @@ impl Entry {
             (Source::Exits(index), Some(exits)) => give(exits.value(index)),
             (Source::HaltHistogram, Some(exits)) => exits.halts.wait_hist.iter().for_each(give),
             (Source::Blocking, Some(exits)) => give(exits.halts.is_blocking().into()),
-            // The source is a vCPU's counter, but these are a VM's values. A VM's list has no such statistic.
+            // The source is [`Source::Never`]. (The list of a VM's statistics has no source that needs a vCPU's
+            // counters.)
             _ => (0..self.len()).for_each(|_| give(0)),
         }
     }

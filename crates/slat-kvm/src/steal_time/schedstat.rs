@@ -26,8 +26,8 @@ pub(super) fn exists() -> bool {
     unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
 }
 
-/// The open `schedstat` of a thread. Only the thread that called
-/// [`leave_descriptors`](crate::background::leave_descriptors) uses it.
+/// The open file `schedstat` of a thread, which shows how long the thread has waited for a processor. Only the thread
+/// that called [`leave_descriptors`](crate::background::leave_descriptors) uses it.
 #[derive(Debug)]
 pub(super) struct Schedstat(usize);
 

@@ -21,7 +21,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The state that only one thread at a time uses: the state that KVM's vCPU mutex protects.
+/// The state of a vCPU that only one thread at a time uses. KVM protects it by the vCPU mutex.
 pub(crate) struct Inner {
     pub(crate) cpu: Executor,
     pub(crate) machine: VcpuMachine,

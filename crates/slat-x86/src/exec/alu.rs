@@ -107,7 +107,7 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// Executes operation `A` on registers, and the Jcc after it, which is fused with it. `op.disp` is the target of the
+/// Executes operation `A` on registers, and the Jcc that is fused with the operation. `op.disp` is the target of the
 /// Jcc.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;

@@ -25,8 +25,8 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// Returns the code segment that a far jump or call selects. If the selector is that of another task, switches to the
-/// task, which completes the instruction.
+/// Returns the code segment that a far jump or call selects. If the selector names another task (a TSS or a task gate),
+/// switches to that task, which completes the instruction.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -277,7 +277,7 @@ fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
-/// Executes INT3. A debugger outside the guest may claim it as its breakpoint.
+/// Executes INT3. A debugger outside the guest may claim the INT3 as its own breakpoint.
 fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.software_breakpoints {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));

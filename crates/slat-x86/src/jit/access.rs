@@ -78,8 +78,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Emits code that selects `known` if `is_known` is not 0, and else the result of `find`, in a block that is rarely
-    /// executed.
+    /// Emits code that selects `known` if `is_known` is not 0. Otherwise the code selects the result of `find`, which
+    /// is computed in a block that is rarely executed.
     fn known_or(
         &mut self,
         is_known: Value,

@@ -20,7 +20,7 @@ use std::mem::offset_of;
 
 /// The number of segment register SS.
 const SS: u8 = 2;
-/// The bit D/B in [`Segment::rights`]. For SS, it means that the stack pointer has 32 bits.
+/// The bit D/B in [`Segment::rights`]. In SS, the bit means that the stack pointer has 32 bits.
 const BIG: i64 = 1 << 14;
 
 /// Returns the offset of a segment register in `Cpu`.

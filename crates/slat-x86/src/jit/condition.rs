@@ -48,7 +48,8 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // In a chain of ADCX or ADOX, only the first one needs this: after it, the flags are in RFLAGS.
+            // In a chain of ADCX or ADOX, only the first instruction needs this code, because after it the flags are in
+            // RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -56,7 +57,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Emits code that makes sure that the flags are in RFLAGS, not in the CPU's record. Usually they are there
+    /// Emits code that makes sure that the flags are in RFLAGS, not in the CPU's record. Usually RFLAGS has them
     /// already: see [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
@@ -88,7 +89,7 @@ impl Translator<'_> {
         self.now.are_flags_recorded = true;
     }
 
-    /// Returns CF, for an instruction that leaves it unchanged.
+    /// Returns CF, for an instruction that leaves CF unchanged.
     pub(super) fn kept_carry(&mut self) -> Carry {
         match self.now.flags {
             Flags::Recorded => Carry::Recorded,

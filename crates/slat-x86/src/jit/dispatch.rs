@@ -88,7 +88,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rbp, rsp",
         "sub rsp, {frame}",
         "jmp rsi",
-        // Label 6: checks the target's page. After that, the page is current for its other targets, too.
+        // Label 6: checks the target's page. After the check, the page is current for its other targets, too.
         "6:",
         "mov rbx, rax",
         "lea rdi, [r15 - {base}]",
@@ -101,7 +101,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "24:",
         "mov [r15 + {ran}], rbp",
         "jmp 5f",
-        // Label 9: records the set in which there was no target. The new target will be stored in it.
+        // Label 9: records the set that had no target for RIP. The new target will be stored in this set.
         "9:",
         "mov [r15 + {wanted}], rax",
         "5:",

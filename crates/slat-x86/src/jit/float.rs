@@ -181,8 +181,8 @@ impl Cpu {
     pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // The flags of the host's own MXCSR matter to nobody, so clear them. The guest's flags are kept in the
-            // guest's MXCSR.
+            // No code uses the flags of the host's own MXCSR, so clear them. The guest's flags are kept in the guest's
+            // MXCSR.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
             // SAFETY: this is the MXCSR with which Rust code ran before. `begin_floats` has saved it.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };

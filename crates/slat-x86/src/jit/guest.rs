@@ -12,8 +12,8 @@ use iced_x86::{
 /// One decoded guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// What the interpreter needs to continue at the instruction. The count of instructions before it is that of a path
-    /// that begins with this block.
+    /// The data that the interpreter needs to continue at the instruction. The number of instructions before the
+    /// instruction is counted from the beginning of this block.
     pub(super) step: Step,
 }
 
@@ -88,7 +88,7 @@ pub(super) enum FirstUse {
     Rflags,
 }
 
-/// Returns what a block does first with the arithmetic flags.
+/// Returns the first use that a block makes of the arithmetic flags.
 pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     let uses_flags = |insn: &&Instruction| insn.rflags_read() | insn.rflags_modified() != 0;
     let user = guests.iter().map(|guest| &guest.insn).find(uses_flags);
@@ -121,8 +121,8 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
     false
 }
 
-/// Returns how an instruction uses the flags. `None`: it does more than compiled code can do on registers alone, or may
-/// stop the block.
+/// Returns how an instruction uses the flags. `None`: the instruction does more than compiled code can do on registers
+/// alone, or it may stop the block.
 fn flag_use(insn: &Instruction) -> Option<FlagUse> {
     use crate::sem::flag_use as of;
     match insn.mnemonic() {
@@ -153,8 +153,8 @@ mod tests {
         for code in Code::values() {
             let mut insn = Instruction::new();
             insn.set_code(code);
-            // Leave out MOV of control and debug registers, which makes the flags undefined: compiled code does not
-            // translate it.
+            // Leave out MOV of control and debug registers, which makes the flags undefined, because compiled code does
+            // not translate it.
             let Some(found) = flag_use(&insn).filter(|_| !insn.is_privileged()) else {
                 continue;
             };

@@ -4,8 +4,8 @@
 use crate::sem;
 use cranelift_codegen::ir::Value;
 
-/// The operation that has set the arithmetic flags. Operands and result have its operand size. Truth values are 8 bits
-/// that are 0 or 1.
+/// The operation that has set the arithmetic flags. Operands and result have the operand size of this operation. Truth
+/// values have 8 bits, and are 0 or 1.
 pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
 /// CF, in the flags of an instruction that does not change it.

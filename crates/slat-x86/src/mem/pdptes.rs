@@ -13,8 +13,8 @@ impl Cpu {
 
     /// Reads the PDPTEs at CR3. Raises #GP(0) if a present entry has a reserved bit set, or if they are not in memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
-        // With nested paging, each walk reads the PDPTEs from memory (AMD64 volume 2, 15.25.10). So they are not read
-        // here.
+        // With nested paging, each walk reads the PDPTEs from memory (AMD64 volume 2, 15.25.10). So this function does
+        // not read them.
         match self.svm.nested_paging() {
             Some(_) => Ok([0; 4]),
             None => self.read_pdptes(cr3),

@@ -357,8 +357,8 @@ impl Cpu {
             self.code.clock.change();
             self.stop = true;
         } else {
-            // Also leave the block if it is in this page, although the page has no mark: other CPUs' stores may have
-            // removed the mark while the block runs.
+            // Also leave the block if the block is in this page although the page has no mark: stores of other CPUs may
+            // have removed the mark while the block runs.
             self.stop |= self.code.page == host & !0xfff || self.code.page == ANY_PAGE;
         }
         if self.code.member.pages().version_of(host) == 0 {

@@ -3,7 +3,7 @@
 use super::Compute;
 
 /// Returns the quotient and the remainder. The dividend is given as two halves, the low half first. The fault is #DE.
-/// The manual leaves the flags undefined; here they do not change.
+/// The manual leaves the flags undefined; this function does not change them.
 #[inline(always)]
 pub(crate) fn divide<C: Compute>(
     c: &mut C,

@@ -214,9 +214,9 @@ pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as 
 pub(crate) trait Operation: 'static {
     /// Whether the result is written: not by CMP and TEST.
     const WRITES: bool = true;
-    /// The condition that the operation reads, if it is always the same one.
+    /// The condition that the operation reads, if the operation always reads the same condition.
     const READS: Option<u8> = None;
-    /// Returns the result and the flags. For an operation with one operand, both arguments are that operand.
+    /// Returns the result and the flags. For an operation with one operand, both arguments are this operand.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,

@@ -3,7 +3,8 @@
 use super::{Compute, Flags, FlagsOf, Operation, operations};
 
 operations! {
-    // `holds` says whether the instruction's condition holds. CMOVcc reads its source even if it does not.
+    // `holds` says whether the instruction's condition holds. CMOVcc reads its source even if the condition does not
+    // hold.
     Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
     Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
 

@@ -11,8 +11,8 @@ pub(crate) struct Plain {
     pub(crate) stub: usize,
     /// Whether the stub takes the immediate, which is in the operation's `aux`.
     pub(crate) has_immediate: bool,
-    /// The number of the first operand that the stub reads; `last` is the number of the last one. Operand `k` is passed
-    /// in register `k`.
+    /// The number of the first operand that the stub reads; `last` is the number of the last operand. Operand `k` is
+    /// passed in register `k`.
     pub(crate) first: usize,
     pub(crate) last: usize,
     /// Whether the register after the last operand must hold the guest's XMM0.

@@ -119,8 +119,8 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// Executes INVLPGA: drops the translations of a page under an ASID. If the ASID is not the current one, drops the
-/// translations of all its pages.
+/// Executes INVLPGA: drops the translations of a page under an ASID. If the ASID is not the current ASID, drops the
+/// translations of all pages under this ASID.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;

@@ -74,18 +74,19 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Makes a #VMEXIT due if the hypervisor intercepts INIT. Returns whether it does.
+    /// If the hypervisor intercepts INIT, makes a #VMEXIT due. Returns whether the hypervisor intercepts INIT.
     pub fn exit_on_init(&mut self) -> bool {
         self.leaves_for(code::INIT)
     }
 
-    /// Makes a #VMEXIT due if the hypervisor intercepts a shutdown. Returns whether it does.
+    /// If the hypervisor intercepts a shutdown, makes a #VMEXIT due. Returns whether the hypervisor intercepts a
+    /// shutdown.
     pub fn exit_on_shutdown(&mut self) -> bool {
         self.leaves_for(code::SHUTDOWN)
     }
 
-    /// Makes a #VMEXIT due before the next instruction if the hypervisor intercepts exit code `code`. Returns whether
-    /// it does.
+    /// If the hypervisor intercepts exit code `code`, makes a #VMEXIT due before the next instruction. Returns whether
+    /// the hypervisor intercepts the code.
     pub(crate) fn leaves_for(&mut self, code: u64) -> bool {
         let leaves = self.svm.guest && self.svm.control.intercepts(code);
         if leaves {

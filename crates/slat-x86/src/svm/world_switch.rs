@@ -116,7 +116,7 @@ impl Cpu {
         }
     }
 
-    /// Loads the registers of the world that begins to run. The TLB may still have its translations.
+    /// Loads the registers of the world that begins to run. The TLB may still have translations of this world.
     fn load_world(&mut self, registers: &Registers) {
         registers.load(&mut self.state);
         self.adopt_flags();

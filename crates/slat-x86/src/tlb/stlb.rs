@@ -19,8 +19,8 @@ use std::ptr::NonNull;
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// The number of spaces whose translations are kept. It is more than the twelve PCIDs that Linux uses at the same time:
-/// for each of six processes, one for the kernel and one for the user.
+/// The number of spaces whose translations are kept. The number is greater than twelve, the number of PCIDs that Linux
+/// uses at the same time: for each of six processes, one PCID for the kernel and one for the user.
 const SPACES: usize = 16;
 /// The number of bits of the PCID in the name of a space. The bits above are the world.
 pub(crate) const PCID_BITS: u32 = 12;
@@ -104,10 +104,11 @@ pub(crate) struct Stlb {
     spaces: [Space; SPACES],
     /// The index of the space whose translations are given up next.
     oldest: usize,
-    /// The number of the current space. The next field is the number of its world's global translations. The field
-    /// after that is the last number that was given.
+    /// The number of the current space.
     current: u16,
+    /// The number of the global translations of the current space's world.
     global: u16,
+    /// The number that was given last.
     last: u16,
     /// The number of each world's global translations; 0 if a world has no such number yet.
     globals: [u16; WORLDS],

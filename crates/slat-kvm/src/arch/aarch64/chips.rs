@@ -30,7 +30,7 @@ const TIMER_PPIS: [u32; 2] = [27, 30];
 /// arm64's part of the interrupts of a VM: the interrupt controllers.
 #[derive(Default)]
 pub(crate) struct Controllers {
-    /// The GIC and the ITSs, once the client has created one of them.
+    /// The GIC and the ITSs, as soon as the client has created one of them.
     pub(crate) chips: OnceLock<Chips>,
     timers: Mutex<TimerPpis>,
 }
@@ -169,7 +169,7 @@ impl Parts {
     }
 
     /// Stores the lines of the vCPUs whose lines have changed, and notifies these vCPUs. Returns the interrupts that
-    /// have ended. `by`: the index of the vCPU that runs on this thread.
+    /// have ended. `by` is the index of the vCPU that runs on this thread.
     fn publish(&mut self, by: Option<usize>) -> Ended {
         let mut ended = Vec::new();
         let Some(gic) = self.device.as_mut().and_then(Device::gic) else {

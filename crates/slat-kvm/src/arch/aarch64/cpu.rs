@@ -24,7 +24,8 @@ const BATCH: u64 = 1 << 16;
 pub(crate) struct Executor {
     cpu: Cpu,
     counters: Counters,
-    /// The access that the instruction at the program counter makes to a device, until the device completes it.
+    /// The access to a device that the instruction at the program counter has begun and the device has not completed
+    /// yet.
     access: Option<Syndrome>,
     probes: Vec<Probe>,
     /// Whether the debugger lets the CPU execute one instruction only.
@@ -273,7 +274,7 @@ impl Executor {
         self.complete_mmio_read(&[]);
     }
 
-    /// Completes the load at the program counter with the data that it has asked for.
+    /// Completes the load at the program counter with the data that the device has returned.
     pub(crate) fn complete_mmio_read(&mut self, data: &[u8]) {
         let mut bytes = [0; 8];
         bytes[..data.len()].copy_from_slice(data);

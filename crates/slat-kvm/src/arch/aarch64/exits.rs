@@ -3,7 +3,7 @@
 use crate::run_page::RunPage;
 use kvm_ioctls::VcpuExit;
 
-/// Returns an exit that not every architecture has. kvm-ioctls has no names for such exits of arm64.
+/// Returns an exit that only arm64 has. kvm-ioctls has no names for such exits.
 pub(crate) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
     VcpuExit::Unsupported(page.exit_reason())
 }

@@ -9,11 +9,11 @@ use crate::errno::{Result, fail};
 use kvm_bindings::KVM_ARM_FEATURE_ID_RANGE_SIZE;
 use slat_a64::{State, SystemName};
 
-/// CTR_EL0, and the fields of it that a client may change: DIC, IDC, and the logarithms of the sizes of cache lines.
+/// CTR_EL0, and its fields that a client may change: DIC, IDC, and the logarithms of the sizes of cache lines.
 const CTR: SystemName = SystemName::new(3, 3, 0, 0, 1);
 const CTR_FLAGS: u64 = 1 << 29 | 1 << 28;
 const CTR_SIZES: u64 = 0xf << 16 | 0xf;
-/// CLIDR_EL1. This module does not have the register, because each vCPU has its own.
+/// CLIDR_EL1. This module does not hold this register, because each vCPU has a value of its own.
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 
 /// The index (8 * CRm + op2) of ID_AA64PFR0, and the value 1 of its field GIC: the CPU interface has the system
@@ -80,7 +80,7 @@ enum Order {
     Signed,
     /// The greater unsigned number means fewer features.
     Reversed,
-    /// 1 means that the feature is absent. No other number means fewer features than another one.
+    /// 1 means that the feature is absent. All other numbers are not ordered: none means fewer features than another.
     Granule,
 }
 

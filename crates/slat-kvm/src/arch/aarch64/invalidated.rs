@@ -3,7 +3,7 @@
 use slat_a64::Invalidation;
 use std::sync::{Mutex, PoisonError};
 
-/// The greatest number of separate invalidations. More of them are replaced by one invalidation of everything.
+/// The greatest number of separate invalidations. If there are more, one invalidation of everything replaces them.
 const MOST: usize = 16;
 
 /// The invalidations that a vCPU has to carry out. A thread adds an invalidation first, and then raises the vCPU's
@@ -11,8 +11,8 @@ const MOST: usize = 16;
 #[derive(Debug, Default)]
 pub(crate) struct Invalidated(Mutex<Few>);
 
-/// Invalidations, in the order in which they were added. [`Few::EVERYTHING`] replaces them when there are more than
-/// [`MOST`].
+/// Invalidations, in the order in which they were added. If there are more than [`MOST`], [`Few::EVERYTHING`] replaces
+/// them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Few {
     list: [Invalidation; MOST],

@@ -301,7 +301,8 @@ impl Interrupts {
         })
     }
 
-    /// Sets the lines of the PPIs of a vCPU's timers: the virtual one in bit 0 of `levels`, the physical one in bit 1.
+    /// Sets the lines of the PPIs of a vCPU's timers: the virtual timer's level is bit 0 of `levels`, and the physical
+    /// timer's level is bit 1.
     pub(crate) fn drive_timers(&self, vcpu: &VcpuCommon, chips: &Chips, levels: u64) {
         let ppis = self.arch.timer_ppis(|timers| timers.ppis);
         let by = vcpu.arch.index;

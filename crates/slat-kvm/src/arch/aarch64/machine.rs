@@ -177,7 +177,7 @@ impl VcpuMachine {
         level(Which::Virtual, LEVEL_VTIMER) | level(Which::Physical, LEVEL_PTIMER)
     }
 
-    /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
+    /// Drops the translations that the machine has cached. The CPU has cached translations of its own, which stay.
     pub(crate) fn forget_pages(&mut self) {
         self.memory.flush();
     }

@@ -21,8 +21,8 @@ use slat::{Attention, Shared};
 use slat_a64::{Invalidation, Right, Stage2, Stop, Syndrome};
 use std::sync::atomic::Ordering;
 
-/// A vCPU that invalidates translations first waits for the other vCPUs to drop them. It yields this number of times
-/// before it interrupts those that have not.
+/// The number of times that a vCPU which invalidates translations yields while it waits for other vCPUs to drop these
+/// translations. Then it interrupts the vCPUs that have not dropped them.
 const PATIENCE: u32 = 1000;
 
 impl VcpuObject {
@@ -190,7 +190,8 @@ impl VcpuObject {
         let mut has_others = false;
         for vcpu in vcpus.read().iter().filter(|vcpu| vcpu.id != id) {
             vcpu.arch.invalidated.add(invalidation);
-            // A vCPU that sleeps need not be woken for this request. It sees the request bit before it executes.
+            // A vCPU that sleeps need not be woken for this request, because it sees the request bit before it
+            // executes.
             vcpu.attention.raise(bits::GUEST_FLUSH);
             has_others = true;
         }

@@ -34,7 +34,8 @@ pub(crate) const RANDOM_NUMBERS: u64 = 1 << 0;
 /// The number of the register of the standard services of hypervisors, and its bit for stolen time (DEN 0057).
 pub(crate) const HYPERVISOR: usize = 1;
 pub(crate) const STOLEN_TIME: u64 = 1 << 0;
-/// The number of the register of KVM's own services, and its bits for their list, and for the host's clock.
+/// The number of the register of KVM's own services, and its bits: for the list of these services, and for the host's
+/// clock.
 pub(crate) const VENDOR: usize = 2;
 pub(crate) const FEATURES: u64 = 1 << 0;
 pub(crate) const HOST_CLOCK: u64 = 1 << 1;

@@ -70,7 +70,7 @@ impl Tables {
             .flatten()
     }
 
-    /// Gives back a page that the caller could not record in its ring.
+    /// Adds a page again that the caller could not record in its dirty ring.
     pub(crate) fn put_unlogged(&self, gpa: u64) {
         self.change_unlogged(|unlogged| unlogged.insert(gpa));
     }

@@ -16,7 +16,7 @@ const CNTFRQ: SystemName = SystemName::new(3, 3, 14, 0, 0);
 const CNTPCT: SystemName = SystemName::new(3, 3, 14, 0, 1);
 const CNTVCT: SystemName = SystemName::new(3, 3, 14, 0, 2);
 
-/// The bits of CNTx_CTL: the timer is enabled; its output is masked; its condition is met.
+/// The bits of CNTx_CTL: the timer is enabled; the timer's output is masked; the timer's condition is met.
 const ENABLE: u64 = 1 << 0;
 const MASK: u64 = 1 << 1;
 const STATUS: u64 = 1 << 2;

@@ -157,8 +157,8 @@ impl VmDevice {
                     None if group == group::CONTROL && number != control::INITIALIZE => {
                         Err(Error::Busy)
                     }
-                    // Without a GIC no interrupt exists, so an attribute of the ITS does not change the GIC. A
-                    // temporary GIC takes its place.
+                    // Without a GIC no interrupt exists, so an attribute of the ITS cannot change one. A temporary GIC
+                    // is used instead.
                     None => {
                         let mut none =
                             Gic::new(Model::V3, *slat_gic::gic::INTERRUPTS.start(), &[])?;

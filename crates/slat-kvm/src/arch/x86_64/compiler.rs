@@ -55,7 +55,7 @@ impl Compiling {
         background::start(&self.full);
     }
 
-    /// Returns the compiler, if there can be one.
+    /// Returns the compiler. `None`: this host cannot have a compiler.
     pub(crate) fn compiler(&self) -> Option<&Arc<Compiler>> {
         self.full.0.as_ref()
     }

@@ -672,8 +672,8 @@ mod tests {
 
     #[test]
     fn the_levels_of_x86_64_are_complete() {
-        // The bits that are checked are those of the integer instructions in x86-64-v3: MOVBE, XSAVE (which sets
-        // OSXSAVE), BMI1, BMI2, LZCNT.
+        // The test checks the bits of the integer instructions in x86-64-v3: MOVBE, XSAVE (which sets OSXSAVE), BMI1,
+        // BMI2, LZCNT.
         let table = supported().unwrap();
         let has =
             |leaf, register: usize, bit: u32| lookup(&table, leaf, 0)[register] >> bit & 1 != 0;

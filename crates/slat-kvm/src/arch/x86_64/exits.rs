@@ -5,8 +5,8 @@ use crate::run_page::RunPage;
 use kvm_bindings::*;
 use kvm_ioctls::{MsrExitReason, ReadMsrExit, VcpuExit, WriteMsrExit};
 
-/// Returns the exit in `page` if its reason is x86's own. Call after `KVM_RUN` has succeeded: it has filled in the
-/// union's field that belongs to the exit reason.
+/// Returns the exit in `page` if its reason is x86's own. Call only after `KVM_RUN` has succeeded, and so has filled in
+/// the field of the union that belongs to the exit reason.
 pub(crate) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
     // SAFETY: the mapping lives as long as the borrow, and every bit pattern of the struct is valid. slat changes the
     // struct only during calls that borrow the vCPU exclusively.

@@ -150,7 +150,7 @@ mod tests {
         let mut other = State::reset();
         set_xsave(&mut other, &area).unwrap();
         assert_eq!(other.ymm_high == state.ymm_high, has);
-        // A component that is not present is in its initial state.
+        // A component that the XSAVE header does not list gets its initial state.
         area[XSTATE_BV] &= !4;
         set_xsave(&mut other, &area).unwrap();
         assert_eq!(other.ymm_high, [0; 16]);

@@ -154,8 +154,8 @@ impl Options {
         self.halts_inside.load(Ordering::Relaxed)
     }
 
-    /// Returns how a bus lock of the guest is handled. If it exits, the exit is after the instruction on Intel's
-    /// processors, and before the instruction on AMD's.
+    /// Returns how a bus lock of the guest is handled. If bus locks cause an exit, the exit is after the instruction
+    /// with Intel's CPU model, and before the instruction with AMD's.
     pub(crate) fn bus_locks(&self) -> BusLocks {
         match self.bus_locks_exit.load(Ordering::Relaxed) {
             false => BusLocks::Executed,

@@ -272,7 +272,7 @@ pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     sregs
 }
 
-/// Splits `kvm_sregs2` into the arguments of [`set_sregs`] and the PDPTEs, if it has them.
+/// Splits `kvm_sregs2` into the arguments of [`set_sregs`] and the PDPTEs, if the struct has PDPTEs.
 ///
 /// # Errors
 /// `EINVAL` for unknown flags, and for PDPTEs without PAE paging.

@@ -35,8 +35,8 @@ impl VcpuCommon {
         )
     }
 
-    /// Delivers a message to this vCPU. A level-triggered message without assert ends a level. It requests no
-    /// interrupt, so it is refused.
+    /// Delivers a message to this vCPU. A level-triggered message without assert only ends a level. Such a message
+    /// requests no interrupt, so the result is "refused".
     pub(crate) fn deliver(&self, message: &Message) -> Request {
         let level_ends = message.level && !message.assert;
         let taken = match message.mode {

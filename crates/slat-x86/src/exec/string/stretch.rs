@@ -245,7 +245,7 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         all = filled.map_err(|elements| match descending {
             false => elements * T::BYTES as usize,
             // The elements with the lowest addresses were filled. In this direction they come last, so the registers
-            // cannot describe the rest: all elements are filled again.
+            // cannot describe the elements that are left. So all elements are filled again.
             true => 0,
         });
         all

@@ -6,7 +6,7 @@ use super::{Generator, Reg, Result, Unknown};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, BlockCall, Value};
 
-/// The moves before a branch or a call, which put values where its target expects them.
+/// The moves before a branch or a call. They put values into the registers and slots in which the target expects them.
 #[derive(Default)]
 pub(super) struct Moves {
     /// Moves of values from registers to stack slots. These moves are made before all others.
@@ -58,8 +58,8 @@ impl Generator<'_> {
         self.places.values[value.index()].last >= position
     }
 
-    /// Returns the moves for a branch. If it is the first branch to its block, decides where the block expects its
-    /// values.
+    /// Returns the moves for a branch. If the branch is the first branch to its target block, decides where this block
+    /// expects its values.
     fn moves(&mut self, call: &BlockCall) -> Result<Moves> {
         let func = self.func;
         let to = call.block(&func.dfg.value_lists);
@@ -201,7 +201,7 @@ impl Generator<'_> {
             || self.constant(value).is_some()
     }
 
-    /// Emits the moves, with the effect that all are made at the same time.
+    /// Emits the moves. Their effect is the same as if all moves were made at the same time.
     pub(super) fn make(&mut self, mut moves: Moves) {
         // First push the values for slots on the stack, and write them to the slots after all other values have been
         // read.

@@ -50,7 +50,7 @@ use places::{Places, R15, State};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
-/// What is known of a block as the target of branches: its position, its branches, and where it expects its values.
+/// The properties of a block as the target of branches: its position, its branches, and where it expects its values.
 #[derive(Clone, Copy)]
 struct Target {
     label: Label,
@@ -151,7 +151,7 @@ struct Generator<'a> {
     is_apart: bool,
     /// Whether the first branch to the current block is in a block that is compiled late.
     is_nested: bool,
-    /// The current instruction, whose uses are counted when it is done.
+    /// The current instruction. The values that it uses are counted as used when the instruction is done.
     inst: Option<Inst>,
 }
 
@@ -205,7 +205,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Compiles a late block. At its beginning, values are where they were at the branch to it.
+    /// Compiles a late block. At the beginning of the block, values are where they were at the branch to the block.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {

@@ -60,11 +60,11 @@ pub(super) struct State {
 /// How often a value is used, and where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
-    /// The number of its uses that are not compiled yet.
+    /// The number of the value's uses that are not compiled yet.
     pub(super) left: u32,
-    /// The position of the block that computes the value. The next field is the position of the block with its last
-    /// use.
+    /// The position of the block that computes the value.
     pub(super) made: u32,
+    /// The position of the block with the value's last use.
     pub(super) last: u32,
     register: u8,
     slot: u8,
@@ -179,7 +179,7 @@ impl Places {
         }
     }
 
-    /// Returns the slot of a value. If it has none, assigns one.
+    /// Returns the slot of a value. If the value has no slot yet, assigns a slot.
     pub(super) fn slot(&mut self, value: Value) -> u8 {
         if self.known(value).slot == NO_SLOT {
             if self.slots == SLOTS {
@@ -230,7 +230,8 @@ impl Places {
         }
     }
 
-    /// Subtracts one from the remaining uses of a value. Frees its register and slot after the last use.
+    /// Subtracts one from the number of remaining uses of a value. After the last use, frees the value's register and
+    /// slot.
     pub(super) fn used(&mut self, value: Value) {
         let known = self.known(value);
         known.left -= 1;

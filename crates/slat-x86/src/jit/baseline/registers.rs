@@ -28,7 +28,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Saves a value in its slot, unless it is there already.
+    /// Saves a value in its slot, unless the slot has the value already.
     pub(super) fn save(&mut self, value: Value) {
         if self.places.saved(value).is_some() || self.constant(value).is_some() {
             return;
@@ -40,7 +40,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register without a value, and locks it. If no register is free, empties one.
+    /// Returns a register without a value, and locks it. If no register is free, saves the value of a register and uses
+    /// that register.
     pub(super) fn free(&mut self, is_kept: bool) -> Reg {
         let register = match self.places.spare(is_kept) {
             Some(register) => register,
@@ -110,8 +111,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a locked register with a copy of a value, for an instruction that changes it into the result. At the
-    /// value's last use, returns the value's own register instead of a copy.
+    /// Returns a locked register with a copy of a value, for an instruction that replaces the copy by its result. At
+    /// the value's last use, returns the value's own register instead of a copy.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -163,11 +164,12 @@ impl Generator<'_> {
         }
     }
 
-    /// Emits moves between registers, with the effect that all are made at the same time.
+    /// Emits moves between registers. Their effect is the same as if all moves were made at the same time.
     pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
         moves.retain(|(to, from)| to != from);
         while !moves.is_empty() {
-            // Find a move whose target is not the source of another move. If there is none, the moves are cycles.
+            // Find a move whose target is not the source of another move. If there is no such move, the remaining moves
+            // are cycles.
             let free =
                 (0..moves.len()).find(|&k| moves.iter().all(|(_, from)| *from != moves[k].0));
             match free {

@@ -446,7 +446,7 @@ impl Generator<'_> {
         self.branch(condition, [&blocks[0], &blocks[1]], next)
     }
 
-    /// If `flags` belong to a guarded access, records that the next instruction is one.
+    /// If `flags` are those of a guarded access, records that the next instruction makes a guarded access.
     fn guard(&mut self, flags: MemFlags) {
         if flags.trap_code() == Some(slat_jit::GUARDED)
             && let Some(inst) = self.inst

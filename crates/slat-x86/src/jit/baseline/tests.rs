@@ -76,7 +76,7 @@ impl Maker<'_, '_> {
         self.b.func.dfg.value_type(value)
     }
 
-    /// Returns a value of type `ty`, usually one that exists already.
+    /// Returns a value of type `ty`, usually an existing value.
     fn value(&mut self, ty: Type) -> Value {
         let fitting: Vec<Value> = (self.values.iter().copied())
             .filter(|&value| self.ty(value) == ty)
@@ -306,7 +306,7 @@ impl Maker<'_, '_> {
                 .brif(condition, on, &[given.into(), more.into()], side, &[]);
         }
         self.b.switch_to_block(side);
-        // Emit such an instruction rarely, because the tier refuses to compile some of them.
+        // Emit an instruction of this kind rarely, because the tier refuses to compile some of these instructions.
         if self.rng.below(64) == 0 {
             let known = self.values.len();
             self.fork();

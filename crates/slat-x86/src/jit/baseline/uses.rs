@@ -178,7 +178,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Subtracts the uses by an instruction that was emitted together with the current one.
+    /// Subtracts the uses by an instruction that was emitted together with the current instruction.
     pub(super) fn count_uses_by(&mut self, inst: Inst) {
         let current = self.inst.replace(inst);
         self.count_uses();

@@ -102,7 +102,7 @@ fn store_ymm<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     store32(cpu, lin, cpu.ymm(op.r[1]))
 }
 
-/// Makes the result from the second operand, with its low element replaced by that of the last operand.
+/// Makes the result from the second operand, with its low element replaced by the low element of the last operand.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let ([a, _], [b, _]) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));

@@ -121,8 +121,8 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores operands `FIRST` to `LAST`, which are vectors, in `work`. One of them may be in memory. `work` is changed in
-/// place, because returning it would take longer than most instructions.
+/// Stores operands `FIRST` to `LAST`, which are vectors, in `work`. One of these operands may be in memory. `work` is
+/// changed in place, because returning it would take longer than most instructions.
 #[inline(always)]
 fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
     work.imm = op.aux;

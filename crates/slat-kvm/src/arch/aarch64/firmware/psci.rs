@@ -63,8 +63,8 @@ impl VmObject {
             // A 64-bit call of a function that has only a 32-bit form.
             _ if is64 && !has_64_bits(number & !CALL64) => returns(NOT_SUPPORTED),
             function::PSCI_VERSION => returns(version),
-            // As the processor has no state in which it loses its registers, CPU_SUSPEND always waits with all
-            // registers kept.
+            // The processor has no power state in which it loses its registers, so CPU_SUSPEND always waits and keeps
+            // all registers.
             function::CPU_SUSPEND => Outcome::Standby,
             function::CPU_OFF => {
                 caller.arch.set_power(Power::Off);
@@ -133,7 +133,7 @@ impl VmObject {
         let found = vcpus
             .iter()
             .filter(|vcpu| vcpu.arch.affinity() & mask == affinity & mask);
-        // The group of vCPUs is on if one of them is on.
+        // AFFINITY_INFO: a group of vCPUs counts as on if one of its vCPUs is on.
         let states = found.map(|vcpu| if vcpu.arch.is_on() { ON } else { OFF });
         states.min().unwrap_or(INVALID_PARAMETERS)
     }

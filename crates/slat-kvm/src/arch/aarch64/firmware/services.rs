@@ -30,8 +30,8 @@ const RANDOM_SOURCE: [u64; 4] = [0x5f6e_7ac2, 0x4a4b_9d10, 0x8e11_b6a3, 0x3c9d_0
 /// The identifier of KVM. A guest that finds this identifier looks for KVM's own services.
 const KVM_UID: [u64; 4] = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
 
-/// The guest's argument that chooses the counter which is returned with the host's clock: the virtual one or the
-/// physical one.
+/// The guest's argument that chooses the counter to return with the host's clock: the virtual counter or the physical
+/// counter.
 const VIRTUAL_COUNTER: u64 = 0;
 const PHYSICAL_COUNTER: u64 = 1;
 /// The number of readings of the host's clock. Each is made between two readings of the counter, and the reading with
@@ -52,8 +52,8 @@ fn service(function: u32) -> Option<(usize, u64)> {
     })
 }
 
-/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. Call
-/// inside the engine's reader section.
+/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: slat's firmware does not have the
+/// service. Call inside the engine's reader section.
 pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> Option<[u64; 4]> {
     let function = function as u32;
     let (register, bit) = service(function)?;

@@ -160,8 +160,8 @@ impl Chips {
         });
     }
 
-    /// Sets the level that `source` gives a pin of the I/O APIC. If the interrupt was already pending in every local
-    /// APIC that accepts it, the interrupt counts as coalesced.
+    /// Sets the level that `source` gives a pin of the I/O APIC. If every local APIC that accepts the interrupt had it
+    /// pending already, the interrupt counts as coalesced.
     pub(crate) fn set_ioapic_pin(
         &self,
         vcpus: &Targets,

@@ -15,8 +15,8 @@ pub(crate) struct Sent {
 }
 
 impl Targets {
-    /// Delivers a message to the APICs that it addresses. `from` is the vCPU that sends the message; `None` for a
-    /// device.
+    /// Delivers a message to the local APICs that the message addresses. `from` is the vCPU that sends the message.
+    /// `None`: a device sends the message.
     pub(crate) fn send(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
         let vcpus = self.read();
         let sender = from.and_then(|from| vcpus.place(from.id).ok());

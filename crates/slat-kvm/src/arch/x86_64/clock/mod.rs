@@ -116,7 +116,7 @@ struct Kvmclock {
 #[derive(Clone, Copy, Debug)]
 struct ClockVcpu {
     tsc: Tsc,
-    /// The guest-physical address of the vCPU's page. `None`: its guest does not use the clock.
+    /// The guest-physical address of the vCPU's kvmclock page. `None`: the guest does not use the clock on this vCPU.
     page: Option<u64>,
 }
 
@@ -324,7 +324,7 @@ impl VmClock {
         self.is_updating.store(false, Ordering::SeqCst);
     }
 
-    /// Whether an update is in progress. If so, a vCPU has to wait for the end of the update before it executes guest
+    /// Whether an update is in progress. During an update, a vCPU has to wait for its end before it executes guest
     /// code.
     pub(crate) fn is_updating(&self) -> bool {
         self.is_updating.load(Ordering::SeqCst)
@@ -398,7 +398,7 @@ impl VmClock {
     }
 
     /// Returns the guest-physical address of the page of the vCPU with this number, and the page's parameters. `None`:
-    /// there is no such vCPU, or its guest does not use the clock.
+    /// there is no such vCPU, or the guest does not use the clock on it.
     pub(crate) fn page(&self, number: usize) -> Option<(u64, Parameters)> {
         let vcpu = self.lock().vcpus.get(number).copied().flatten()?;
         Some((vcpu.page?, self.parameters(&vcpu.tsc)))
@@ -426,7 +426,7 @@ impl VmClock {
     }
 
     /// Changes the TSC of the vCPU with this number. Returns whether the kvmclock pair has changed. If so, all vCPUs
-    /// have to write their pages again; otherwise only this vCPU has to.
+    /// have to write their pages again; otherwise only this vCPU has to write its pages again.
     pub(crate) fn change_tsc(&self, number: usize, tsc: &mut Tsc, change: TscChange) -> bool {
         let mut kvmclock = self.lock();
         let host_tsc = ordered_tsc();

@@ -19,7 +19,7 @@ pub(crate) enum HypervExit {
 /// A vCPU's part of Hyper-V's interface.
 #[derive(Debug, Default)]
 pub(crate) struct VcpuHyperv {
-    /// The rights that the guest's CPUID grants. `None`: the guest does not have Hyper-V's interface.
+    /// The privileges that the guest's CPUID grants. `None`: the guest's CPUID does not have Hyper-V's interface.
     pub(crate) privileges: Option<Privileges>,
     /// Whether the guest may use only the features that its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
     pub(crate) enforces_cpuid: bool,

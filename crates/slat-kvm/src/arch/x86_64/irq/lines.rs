@@ -58,8 +58,8 @@ impl Interrupts {
         Target::of(entry, self.chips().is_some(), self.has_wide_ids())
     }
 
-    /// Carries out `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which
-    /// it was already pending.
+    /// Carries out `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including vCPUs in which
+    /// the interrupt was already pending.
     ///
     /// # Errors
     /// `EINVAL` for bits of the address that must be 0.

@@ -66,8 +66,8 @@ impl VcpuMachine {
     pub(crate) fn stop_running(&mut self) {
         if let Some(address) = self.steal_time_address() {
             self.steal.time.end();
-            // As with KVM, the structure is written at the next start even if no time was stolen, so its version counts
-            // how often the vCPU has begun to run.
+            // As with KVM, the structure is written at the next start even if no time was stolen, so the structure's
+            // version counts how often the vCPU has begun to run.
             self.steal.changed = true;
             self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
         }
@@ -99,7 +99,7 @@ impl VcpuMachine {
         let (Some(before), Some(version)) = words else {
             return;
         };
-        // The version is odd while the other fields change. A reader that finds an odd version reads again.
+        // The structure's version is odd while its other fields change. A reader that finds an odd version reads again.
         let odd = (version as u32).wrapping_add(1) | 1;
         if self.write_guest(address + VERSION, &odd.to_le_bytes())
             && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())

@@ -20,7 +20,7 @@ pub(crate) fn read(index: u32) -> Option<u64> {
         | PP1_ENERGY_STATUS => 0,
         AMD_SYSCFG | AMD_NB_CFG | AMD_INT_PENDING | AMD_MMIO_CONF_BASE | AMD_TSEG_ADDR
         | AMD_TSEG_MASK | VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2 | AMD_EX_CFG => 0,
-        // Guests divide by these values, so they must not be 0. They mean a bus of 100 MHz and the ratio 1.
+        // Guests divide by these values, so they must not be 0. The values mean a bus of 100 MHz and the ratio 1.
         FSB_FREQ => 3,
         EBC_FREQUENCY_ID => 1 << 24,
         PERF_STATUS => 4 << 40 | 1000,

@@ -134,7 +134,7 @@ pub fn feature(index: u32) -> Option<u64> {
         UCODE_REV => Some(microcode_revision()),
         PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
         ARCH_CAPABILITIES => Some(cpu_features::ARCH_CAPABILITIES),
-        // The value means that there is no performance monitoring.
+        // The value 0 means that the CPU has no performance monitoring.
         PERF_CAPABILITIES => Some(0),
         _ => None,
     }
@@ -150,7 +150,8 @@ pub(crate) fn microcode_revision() -> u64 {
 
 /// The bit of PLATFORM_INFO: the guest can make CPUID fault outside CPL 0.
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
-/// The bit of a paravirtual feature's MSR that says that the feature is in use. The rest of the MSR is an address.
+/// The bit of a paravirtual feature's MSR that says that the feature is in use. All other bits of the MSR are an
+/// address.
 pub(crate) const KVM_ENABLED: u64 = 1;
 
 /// Converts the reason of a refused MSR access to `KVM_MSR_EXIT_REASON_*`, as in `kvm_run`.

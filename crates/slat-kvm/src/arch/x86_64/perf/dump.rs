@@ -164,7 +164,7 @@ pub(super) fn end() {
         });
         let _ = make(Call::Close, [file as usize, 0, 0, 0, 0, 0]);
     }
-    // The process ends, so no region that is compiled later needs a record.
+    // The process is ending, so regions that are compiled from now on need no record.
     dump.has_failed = true;
 }
 

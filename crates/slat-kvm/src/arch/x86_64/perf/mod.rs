@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// Returns the [observer](slat_x86::Compiler::observe) for this process's compiler. It writes the file that the policy
-/// `map` chooses. `None`: there are no files to write.
+/// `map` chooses. `None`: the policy asks for no file.
 pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     match map {
         JitMap::Off => None,

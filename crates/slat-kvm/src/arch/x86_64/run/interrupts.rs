@@ -56,8 +56,8 @@ impl VcpuObject {
         let has_external = self.has_external(inner);
         let allowed = inner.cpu.can_take_interrupt();
         if allowed && inner.cpu.exits_on_interrupt() && self.has_interrupt(inner) {
-            // A nested guest runs. The interrupt is for its hypervisor, so it stays pending until the hypervisor has
-            // set GIF and accepts it.
+            // A nested guest runs. The interrupt is for the hypervisor of the nested guest, so the interrupt stays
+            // pending until this hypervisor has set GIF and accepts it.
             inner.cpu.exit_on_interrupt();
             inner.cpu.requests.interrupt_window = true;
             return Ok(true);

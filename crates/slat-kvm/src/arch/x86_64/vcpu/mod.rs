@@ -55,7 +55,7 @@ impl VmObject {
     ) -> Result<(Executor, VcpuMachine, VcpuState)> {
         let bootstrap = self.is_bootstrap(common.id);
         let mut cpu = Executor::try_new(self.arch.code.clone()).map_err(no_memory)?;
-        // As in KVM, the x87 state of a new vCPU is that after FNINIT, not that of a processor after RESET.
+        // As in KVM, the x87 state of a new vCPU is the state after FNINIT, not the state of a processor after RESET.
         cpu.state.initialize_x87();
         if let Some((compiler, compile)) = &self.arch.compiler {
             (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;

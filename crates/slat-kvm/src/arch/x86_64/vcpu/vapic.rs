@@ -64,7 +64,7 @@ impl Inner {
 }
 
 impl VcpuObject {
-    /// Carries out `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word. 0 means that there is no word.
+    /// Carries out `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word. With 0, the guest has no such word.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for an address that is not memory.

@@ -61,7 +61,7 @@ impl VmObject {
         }
         let since = (data.flags & KVM_CLOCK_REALTIME != 0).then_some(data.realtime);
         let stop = || {
-            // A vCPU that enters the engine after this sees the update, and waits before it executes guest code.
+            // A vCPU that enters the engine from now on sees the update, and waits before it executes guest code.
             self.call_vcpus_out();
             self.engine.synchronize();
         };
@@ -407,7 +407,8 @@ mod tests {
         assert!(!paused(&machine));
     }
 
-    /// If a guest continues on a vCPU of another VM, its page there has a version that the guest has not seen before.
+    /// If a guest continues on a vCPU of another VM, the clock's page of this vCPU has a version that the guest has not
+    /// seen before.
     #[test]
     fn the_version_of_a_page_counts_on() {
         for (before, after) in [(0, 2), (1000, 1002), (1001, 1004), (0xffff_fffe, 0)] {

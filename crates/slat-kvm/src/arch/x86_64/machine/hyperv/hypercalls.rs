@@ -202,7 +202,7 @@ impl VcpuMachine {
             let word = self.read_guest_word(at);
             word.ok_or_else(|| self.failure(Status::InvalidInput))
         };
-        // As in KVM, the parameter need not be aligned, so the two aligned words that contain it are read.
+        // As in KVM, the parameter need not be aligned. So read the two aligned words that contain the parameter.
         let (low, shift) = (at & !7, 8 * (at % 8) as u32);
         match shift {
             0 => aligned(low),
@@ -210,7 +210,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Returns the reason why guest memory cannot be read: an interruption, if there was one, otherwise `status`.
+    /// Returns the reason why guest memory cannot be read: an interruption of the access, or, if the access was not
+    /// interrupted, `status`.
     fn failure(&self, status: Status) -> Failure {
         match self.is_called_out() {
             true => Failure::Interrupted,

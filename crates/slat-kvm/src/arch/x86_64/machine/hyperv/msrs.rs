@@ -51,8 +51,8 @@ fn invalid(_: Refused) -> MsrFault {
 }
 
 impl VcpuMachine {
-    /// Checks a guest's access to an MSR. Refuses the access if the guest's CPUID does not have the MSR, or gives no
-    /// right to it.
+    /// Checks a guest's access to an MSR. Refuses the access if, by the guest's CPUID, the MSR does not exist or the
+    /// guest has no right to access it.
     fn check_access(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         if by == Writer::Host {
             return Ok(());
