@@ -52,13 +52,13 @@ pub mod status {
 pub struct Stage2<E> {
     /// The virtual address of the access, which FAR_EL2 reports.
     pub address: u64,
-    /// The intermediate physical address that the machine refuses: that of the access itself, or of a stage 1
+    /// The intermediate physical address that the machine refuses: the address of the access itself, or of a stage 1
     /// descriptor that the walk reads or writes.
     pub ipa: u64,
-    /// The right that was refused. If a stage 1 descriptor was refused: the read of the descriptor, or the write of a
-    /// flag into it.
+    /// The right that was refused. If the access to a stage 1 descriptor was refused: the right to read the descriptor,
+    /// or to write a flag into it.
     pub right: Right,
-    /// WnR: the instruction writes or maintains a cache, whichever of its accesses was refused.
+    /// WnR: whether the instruction writes or maintains a cache, even if another of its accesses was refused.
     pub is_write: bool,
     /// S1PTW: `ipa` is the address of a stage 1 descriptor.
     pub is_walk: bool,

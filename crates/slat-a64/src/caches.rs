@@ -36,8 +36,8 @@ impl Caches {
         }
     }
 
-    /// Drops the translations or the decoded code that a guest instruction invalidates. This processor or another one
-    /// executed the instruction.
+    /// Drops the translations or the decoded code that a guest instruction invalidates. This processor or another
+    /// processor has executed the instruction.
     pub(crate) fn invalidate(&mut self, invalidation: Invalidation) {
         self.edition += 1;
         if matches!(invalidation, Invalidation::Code | Invalidation::CodeLine(_)) {

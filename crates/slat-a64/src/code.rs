@@ -15,7 +15,8 @@ pub(crate) const LINE: u64 = 64;
 /// An instruction, or `None` if it is UNDEFINED.
 pub(crate) type Decoded = Option<Insn>;
 
-/// The address in an empty entry. No instruction has it: their addresses are multiples of 4.
+/// The address in an empty entry. No instruction has this address, because the addresses of instructions are multiples
+/// of 4.
 const NOWHERE: u64 = 1;
 
 /// A decoded instruction, with the address of its word in the machine's memory.

@@ -47,7 +47,7 @@ pub enum Leave<E> {
     Stage2 {
         /// The access that the machine has refused.
         fault: Stage2<E>,
-        /// The description of the instruction, if all that it does is to load or store one general register.
+        /// The description of the instruction, if the instruction only loads or stores one general register.
         syndrome: Option<Syndrome>,
     },
     /// The processor has invalidated translations or code. The embedder must have the other processors drop these, too

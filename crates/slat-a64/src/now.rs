@@ -35,7 +35,7 @@ pub(crate) struct Now<'a, M> {
     pub(crate) pc: u64,
 }
 
-/// Returns how an instruction ends if its access to a system register is refused.
+/// Returns the way in which an instruction ends if its access to a system register is refused.
 fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
     Stop::Exception(match refused {
         Refused::Undefined => Exception::Undefined,

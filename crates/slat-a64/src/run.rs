@@ -96,8 +96,8 @@ impl Insn {
     }
 }
 
-/// What follows the execution of one instruction: the next instruction of its block (`On`), an instruction of another
-/// block (`Elsewhere`), or the end of the run (`Out`).
+/// The continuation after the execution of one instruction: the next instruction of its block (`On`), an instruction of
+/// another block (`Elsewhere`), or the end of the run (`Out`).
 pub(crate) enum Went<F> {
     On,
     Elsewhere,

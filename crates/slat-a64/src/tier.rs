@@ -344,8 +344,8 @@ pub(crate) trait Tier {
     ) -> Result<Self::Vector, Self::Stop>;
     /// Records the address and the value of an exclusive load of 1 << `size` bytes.
     fn mark_exclusive(&mut self, address: Self::Value, size: u8, value: Self::Vector);
-    /// Stores if the last exclusive load read the same bytes, and these bytes still have the loaded value. In any case,
-    /// drops the record of the exclusive load. Returns whether the bytes were stored.
+    /// Stores the value if the last exclusive load has read the same bytes, and these bytes still have the loaded
+    /// value. In any case, drops the record of the exclusive load. Returns whether the bytes were stored.
     fn store_exclusive(
         &mut self,
         address: Self::Value,

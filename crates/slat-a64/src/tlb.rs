@@ -25,7 +25,7 @@ const OFFSET: u64 = (1 << PAGE_BITS) - 1;
 /// The address bits that TLBI compares: all but the tag.
 const COMPARED: u64 = (1 << 56) - 1;
 
-/// A tag that no page has: the tag of a page is the address of its last byte, which is never 0.
+/// The tag of an empty entry, which no page has: the tag of a page is the address of its last byte, which is never 0.
 const EMPTY: u64 = 0;
 
 /// An entry, in the layout that compiled code reads.
@@ -76,8 +76,8 @@ pub(crate) struct Tlb {
     entries: Vec<Entry>,
     /// For each entry, the properties by which invalidations select it.
     origins: Vec<Origin>,
-    /// The indices of the entries in use. A flush clears only these entries, so it takes no longer than filling them
-    /// took.
+    /// The indices of the entries in use. A flush clears only these entries, so a flush takes no longer than filling
+    /// the entries has taken.
     filled: Vec<u16>,
     /// Whether a page that is part of a larger one was entered since the last full flush.
     has_large: bool,
@@ -169,7 +169,7 @@ impl Tlb {
     }
 
     /// Makes an address space the current one. Keeps global translations, and drops all others if the address space
-    /// differs. Returns whether it differs.
+    /// differs. Returns whether the address space differs from the current one.
     pub(crate) fn switch(&mut self, space: u16) -> bool {
         let is_new = space != self.space;
         if is_new {

@@ -161,7 +161,7 @@ impl Writer {
     }
 }
 
-/// The invalidations in progress, as one range that covers all of them.
+/// One range that covers the ranges of all invalidations in progress.
 struct InProgress {
     count: AtomicU32,
     hull: Mutex<Range<Hva>>,

@@ -69,7 +69,7 @@ impl Line {
         })
     }
 
-    /// Makes a line that compares `after` with `before`. `None`: one of them was not measured.
+    /// Makes a line that compares `after` with `before`. `None`: one of the two was not measured.
     pub fn compare(
         report: &Report,
         experiment: &str,
@@ -160,7 +160,7 @@ impl Line {
         self
     }
 
-    /// Returns the goal, if there is one. The goal also tells whether it was reached.
+    /// Returns the goal, if there is one. The goal also says whether it was reached.
     pub fn asked(&self) -> Option<&Goal> {
         self.goal.as_ref()
     }
@@ -252,7 +252,7 @@ impl<'a> Grid<'a> {
 }
 
 /// Returns the text of a metric's value, or of the value of the variant with which it is compared. Returns an empty
-/// text if there is no such value.
+/// text if the value does not exist.
 fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     let line = case.iter().find(|line| line.metric == metric);
     let value = line.and_then(|line| {

@@ -11,7 +11,7 @@ pub struct Experiment {
     pub name: &'static str,
     /// The subject of the experiment, in one line.
     pub title: &'static str,
-    /// The text that `--explain` prints. In about ten lines it says what is measured, and why.
+    /// The text that `--explain` prints. In about ten lines, the text says what is measured, and why.
     pub explain: &'static str,
     /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,

@@ -17,7 +17,7 @@
 //! | devices and timers | [`Gic::set_spi`], [`Gic::set_ppi`], [`Its::signal`] |
 //! | the run loop, before it enters the guest | [`Gic::signals`] |
 //! | the owner, after each call | [`Gic::take_changed`], which names the vCPUs to kick; [`Gic::take_ended`] |
-//! | the VMM (KVM's API) | [`Device`](device::Device), [`ItsDevice`](device::ItsDevice): device attributes, KVM's errors |
+//! | the VMM | [`Device`](device::Device), [`ItsDevice`](device::ItsDevice): KVM's device attributes, KVM's errors |
 //!
 //! [`Gic`]: gic::Gic
 //! [`Gic::read`]: gic::Gic::read

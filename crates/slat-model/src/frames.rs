@@ -98,7 +98,7 @@ impl Frames {
         block
     }
 
-    /// Frees a frame. If that is misuse, records it.
+    /// Frees a frame. If the frame may not be freed, records the misuse.
     pub fn free(&self, frame: Pfn) {
         let mut inner = self.inner.lock().unwrap();
         if !inner.all.contains(&frame.0) {

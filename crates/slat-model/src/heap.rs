@@ -8,7 +8,7 @@ use std::ptr;
 
 #[derive(Clone, Copy)]
 struct Plan {
-    /// The number of allocations that succeed before one fails.
+    /// The number of allocations that succeed before an allocation fails.
     left: u32,
     /// Whether all later allocations fail, too.
     stay: bool,

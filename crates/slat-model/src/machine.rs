@@ -48,7 +48,7 @@ pub trait Machine: 'static {
     /// [`Tlb::flush_begins`] before the flush and [`Tlb::flush_ended`] after it.
     fn new(pages: u64, tlb: Arc<Tlb>) -> Self;
 
-    /// Returns the platform. All calls return the same one.
+    /// Returns the platform. All calls return the same platform.
     fn platform(&self) -> &Arc<Self::Platform>;
 
     /// Returns the first backing address of the memory. If huge pages are to be tested, the address is a multiple of 1

@@ -133,7 +133,7 @@ pub enum Op {
     Quiesce(usize),
     /// Deletes a vCPU and creates a new one.
     Replace(usize),
-    /// A vCPU continues in another address space, or in the same one.
+    /// A vCPU switches to an address space, which may be its current one.
     UseSpace {
         /// The number of the vCPU.
         vcpu: usize,
@@ -155,7 +155,7 @@ pub enum Op {
     Turn(usize),
     /// Ends the current VM, unless it is the only one. The next operations are run on the oldest remaining VM.
     End,
-    /// Makes one allocation fail, after this many others have succeeded.
+    /// Makes one allocation fail, after this number of other allocations have succeeded.
     FailAllocation(u64),
 }
 

@@ -34,7 +34,7 @@ pub enum Event {
     GuestEntry(Hpa),
     /// The engine waits for a lock, a reader or a flush.
     Wait(WaitFor),
-    /// The engine flushes hardware, for the frames from the first one up to, but excluding, the second one.
+    /// The engine flushes hardware for a range of frames: from the first value up to, but excluding, the second value.
     Flush(Gfn, Gfn),
     /// The platform is given the pages from the first address up to, but not including, the second one, to keep them.
     Keep(Hva, Hva),
@@ -133,8 +133,8 @@ impl SimMachine {
         self.hooked.store(true, SeqCst);
     }
 
-    /// Calls `hook` for every event that the engine traces from now on ([`Platform::trace`]). The trait's documentation
-    /// says in which state that is. If this function is called again, the first hook stays.
+    /// Calls `hook` for every event that the engine traces from now on ([`Platform::trace`]). (The trait's
+    /// documentation says in which state it calls.) If this function is called again, the first hook stays.
     pub fn on_trace(&self, hook: impl Fn(slat::Event) + Send + Sync + 'static) {
         let _ = self.trace_hook.set(Box::new(hook));
     }

@@ -7,7 +7,7 @@ pub const SPACES: usize = 2;
 /// The number of vCPUs of the VM.
 pub const VCPUS: usize = 3;
 
-/// The maximum number of VMs that exist at one time: the first one and its clones.
+/// The maximum number of VMs that exist at one time: the first VM and its clones.
 pub const MOST_VMS: usize = 3;
 
 /// Returns the address space that a vCPU uses when it is created.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
-    /// The names that every long run must count, whatever its format.
+    /// The names that every long run must count, with every format.
     pub const USUAL: [&'static str; 36] = [
         "slot set",
         "several slots set",
@@ -61,7 +61,7 @@ impl Tally {
         "ring left with pages",
     ];
 
-    /// The names that a run of [`Mix::CLONES`](crate::Mix::CLONES) must count; the last one only with
+    /// The names that a run of [`Mix::CLONES`](crate::Mix::CLONES) must count; the last name only with
     /// [`MmuKind::Tdp`](slat::MmuKind).
     pub const OF_CLONES: [&'static str; 4] = [
         "VM cloned",

@@ -141,8 +141,8 @@ impl Subject {
 /// The number of steps between two audits.
 const BATCH: usize = 500;
 
-/// Returns the number of pages of host memory. If a table has more entries than a 4 KiB table, the number of pages is
-/// larger by the same factor, but at most that of the largest setup.
+/// Returns the number of pages of host memory. If tables have more entries than tables of 4 KiB, the number of pages is
+/// larger by the same factor, but at most the number of the largest setup.
 fn host_pages<F: Format>(setup: Setup) -> u64 {
     let times = F::GRANULE.entries() as u64 / Granule::Kib4.entries() as u64;
     (setup.host_pages * times).min(Setup::LARGE.host_pages)

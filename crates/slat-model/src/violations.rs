@@ -3,7 +3,7 @@
 
 use std::sync::Mutex;
 
-/// The maximum number of violations that are kept. After one violation, each later access may cause another one.
+/// The maximum number of violations that are kept. After one violation, each later access may cause another violation.
 const MOST: usize = 20;
 
 /// The violations that were found, as text.

@@ -30,9 +30,9 @@ pub struct Watched<P> {
     cloned: AtomicBool,
     /// Whether `P` reports its flushes to `tlb`.
     reports_flushes: bool,
-    /// The number that converts a backing address of this platform to the backing address of `P` when it is added.
+    /// The number that is added to a backing address of this platform to get the backing address of `P`.
     offset: u64,
-    /// The number of allocations that succeed before one fails. If negative, none fails.
+    /// The number of allocations that succeed before an allocation fails. If it is negative, no allocation fails.
     fail_in: AtomicI64,
     /// Whether all later allocations fail, too.
     fail_on: AtomicBool,
@@ -233,7 +233,7 @@ impl<P: Platform> Watched<P> {
     }
 }
 
-/// Returns the owners of two ranges that overlap, if there are two such ranges.
+/// Returns the owners of two ranges that overlap. `None`: no two ranges overlap.
 fn overlap(used: &mut [(Range<usize>, Pfn)]) -> Option<(Pfn, Pfn)> {
     used.sort_unstable_by_key(|(range, _)| range.start);
     let pair = used

@@ -86,7 +86,7 @@ impl Witness {
 /// Checks that every write is in a dirty log that is collected after the write.
 pub struct Harvests {
     taken: AtomicU64,
-    /// For each page, one more than the number of dirty logs that were collected before the page's last write.
+    /// For each page, the number of dirty logs that were collected before the page's last write, plus one.
     written: Box<[AtomicU64]>,
     /// For each page, the number of the last dirty log that contained the page.
     named: Box<[AtomicU64]>,

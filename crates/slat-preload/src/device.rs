@@ -44,7 +44,7 @@ impl Opening {
         })
     }
 
-    /// Returns the arguments that say how the file is opened.
+    /// Returns the arguments of the call that opens the file: flags and mode.
     pub fn how(self) -> How {
         let (Opening::Open(how) | Opening::Open2(how)) = self;
         how

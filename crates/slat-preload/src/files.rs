@@ -419,7 +419,8 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     };
     let ours = |special| {
         let opening = opening();
-        // A stream writes to its file without slat's `write`, so it could not write a parameter.
+        // A stream (`FILE`) writes to its file without slat's `write`, so a write to a parameter through a stream would
+        // not work.
         if opening.writes() && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return Some(-1);

@@ -52,7 +52,7 @@ unsafe fn unmap(start: *mut u8, len: usize) -> bool {
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
-/// Changes the length of a mapping. Returns its address, or null if that is not possible.
+/// Changes the length of a mapping. Returns the mapping's address, or null if the length cannot be changed.
 ///
 /// # Safety
 /// - The conditions are those of [`unmap`]. If null is returned, the bytes stay mapped and usable.
@@ -135,7 +135,7 @@ impl State {
         self.allocate(layout, zeroed)
     }
 
-    /// Makes the reserve if there is none. Returns whether there is a reserve now.
+    /// Makes the reserve if it does not exist. Returns whether the reserve exists now.
     fn refill(&mut self) -> bool {
         if self.reserve.is_null() {
             // SAFETY: the size is not 0, and the alignment is a power of two.

@@ -139,8 +139,8 @@ pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special
     special_in(path, Memory::Read, || true)
 }
 
-/// Implements [`special`]. If the kernel must look up the directory, asks `may_ask` first, and does so only if it
-/// returns true.
+/// Implements [`special`]. If the kernel must look up the directory, calls `may_ask` first, and asks the kernel only if
+/// `may_ask` returns true.
 fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<Special> {
     let last = Last::of(path.text, memory)?;
     let special = last.meaning()?;
@@ -215,7 +215,8 @@ impl Last {
         Some(last)
     }
 
-    /// Returns the special file with this name. The path leads to that file only if its directory is the right one.
+    /// Returns the special file with this name. A path with this name as its last component leads to the file only if
+    /// the path's directory is the right directory.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),

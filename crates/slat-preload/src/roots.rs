@@ -32,7 +32,7 @@ pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     unsafe { call!(number, a, b) as c_int }
 }
 
-/// Implements setns. If `kind` is 0, the namespace may be of any kind, so also a mount namespace.
+/// Implements setns. If `kind` is 0, the namespace may be of any kind, including a mount namespace.
 ///
 /// # Safety
 /// The conditions are those of setns(2).

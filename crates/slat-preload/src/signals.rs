@@ -174,8 +174,8 @@ pub fn take_over() {
             slat_guard::set_chained(signal, Some(&as_set(signal as usize, action)));
         }
     }
-    // Another thread may set an action at the same time. SeqCst ensures that this code finds that action's flags, or
-    // that the other thread finds `TAKEN_OVER` set.
+    // Another thread may set an action at the same time. `SeqCst` ensures that this code finds the flags of the new
+    // action, or that the other thread finds `TAKEN_OVER` set.
     TAKEN_OVER.store(true, Ordering::SeqCst);
     for (signal, handler) in HANDLERS.iter().enumerate() {
         if handler.flags.load(Ordering::SeqCst) & libc::SA_RESETHAND != 0 {
@@ -184,7 +184,7 @@ pub fn take_over() {
     }
 }
 
-/// If the trampoline is installed for `signal`, makes the kernel keep it installed after calling it (no
+/// If the trampoline is installed for `signal`, makes the kernel keep the trampoline installed after calling it (no
 /// `SA_RESETHAND`).
 fn keep_handler(signal: c_int) {
     // SAFETY: all-zero is a valid action, and the actions are live.

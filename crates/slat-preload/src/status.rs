@@ -241,7 +241,7 @@ unsafe fn corrected_link(to: *mut c_char, written: isize) -> isize {
 fn real_path(path: *const c_char) -> Option<CString> {
     let special = match crate::is_prepared() {
         true => paths::special(libc::AT_FDCWD, path, 0),
-        // The path is read without a guard, because the C library's realpath would also read it without one.
+        // The path is read without a guard, because the C library's realpath would also read the path without a guard.
         false if path.is_null() => None,
         false => paths::special_readable(libc::AT_FDCWD, path),
     };

@@ -37,7 +37,7 @@ impl At {
 /// The data that the client writes to a special file.
 #[derive(Clone, Copy)]
 pub enum Data {
-    /// One buffer: its address and its number of bytes.
+    /// A single buffer: its address, and its size in bytes.
     Bytes(*const c_void, usize),
     /// An array of `iovec`: its address and its number of elements.
     Vector(*const c_void, c_int),

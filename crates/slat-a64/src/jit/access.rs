@@ -45,7 +45,8 @@ impl Translator<'_> {
     ) -> (Value, Block) {
         let table = tlb::table_offset(self.context.accessor(access.kind)) as i32;
         let v = &mut self.v;
-        // The byte offset of the entry in its table: its index times its size, which is 1 << `ENTRY_BITS`.
+        // The offset of the entry in its table in bytes: the entry's index times the size of an entry, 1 <<
+        // `ENTRY_BITS`.
         let shift = tlb::PAGE_BITS - tlb::ENTRY_BITS;
         let index = v.b.ins().ushr_imm(address, i64::from(shift));
         let index =

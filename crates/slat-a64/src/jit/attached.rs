@@ -43,7 +43,7 @@ struct Counter {
     times: u32,
 }
 
-/// What identifies code: its address in the machine's memory, its virtual address, and the bits of its [`Context`].
+/// The key of compiled code: its address in the machine's memory, its virtual address, and the bits of its [`Context`].
 type Place = (u64, u64, u64);
 
 /// Returns the address of the page that contains a place, in the machine's memory.
@@ -270,8 +270,8 @@ impl Compiled {
         Some(installed.region.chunk.start())
     }
 
-    /// Counts that the interpreter has come to an address. If that was often enough, asks the compiler; returns the
-    /// code of the region if the compiler has it.
+    /// Counts that the interpreter has come to an address. If the interpreter has come often enough, asks the compiler
+    /// for the region. Returns the region's code if the compiler has it already.
     fn count<H: Hypervisor>(
         &mut self,
         place: Place,

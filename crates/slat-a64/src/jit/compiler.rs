@@ -103,8 +103,8 @@ impl Compiler {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// Returns the compiled code of `source`, if there is any. If not, compiles it at once and returns it, or queues it
-    /// for the compiler's thread and returns `None`.
+    /// Returns the compiled code of `source`, if there is any. If there is none, compiles `source` at once and returns
+    /// the code, or queues `source` for the compiler's thread and returns `None`.
     pub(super) fn get(&self, source: Source, compile: Compile) -> Option<Arc<Region>> {
         let mut known = lock(&self.known);
         match known.get(&source) {

@@ -9,7 +9,7 @@ use crate::system::vectors_are_trapped;
 use crate::tier::Kind;
 
 /// The parts of a processor's state that compiled code assumes not to change: only instructions that the interpreter
-/// executes change them. Other values need other compiled code.
+/// executes change them. Code that was compiled for other values cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Context {
     pub(super) accessor: Accessor,

@@ -200,7 +200,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Emits stores of the flags to the frame, unless it has them.
+    /// Emits stores of the flags to the frame, unless the frame has the current flags already.
     pub(super) fn save_flags(&mut self) {
         if std::mem::replace(&mut self.now.has_saved_flags, true) {
             return;

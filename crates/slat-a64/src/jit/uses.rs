@@ -16,8 +16,9 @@ pub(super) const FLAGS: u32 = 32;
 /// The effects of an instruction that matter for the plan of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Uses {
-    /// The registers that are read, and those that are written: one bit for each.
+    /// The registers that the instruction reads: one bit for each register.
     pub(super) reads: u64,
+    /// The registers that the instruction writes: one bit for each register.
     pub(super) writes: u64,
     /// Whether the instruction may end early. The interpreter then executes it again.
     pub(super) stops: bool,
@@ -28,7 +29,7 @@ pub(super) struct Uses {
     /// state, or because it may end early after it has changed memory. The interpreter then restarts no earlier than at
     /// this instruction.
     pub(super) is_alone: bool,
-    /// Whether the instruction reads registers of the state other than those in `reads`.
+    /// Whether the instruction reads registers of the state that are not in `reads`.
     pub(super) reads_state: bool,
     /// Whether the host's floating-point unit may compute for the instruction.
     pub(super) computes_floats: bool,
@@ -54,7 +55,7 @@ pub(super) enum Flow {
     Interpret,
 }
 
-/// Returns what an instruction does, and where execution continues.
+/// Returns the effects of an instruction, and where execution continues after it.
 pub(super) fn uses(insn: Option<&Insn>, pc: u64, context: Context) -> (Uses, Flow) {
     let mut noting = Noting {
         pc,

@@ -18,7 +18,7 @@ pub(super) struct Values<'a> {
     signatures: HashMap<(usize, usize), SigRef>,
 }
 
-/// Returns the integer type of `bits` bits, if there is one.
+/// Returns the integer type of `bits` bits. `None`: Cranelift has no such type.
 fn type_of(bits: u32) -> Option<Type> {
     match bits {
         8 => Some(I8),

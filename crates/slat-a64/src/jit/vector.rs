@@ -141,8 +141,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Moves the elements of the first two operands with even indices to the first operand, and those with odd indices
-    /// to the second one. Then a function on adjacent pairs becomes a function on lanes.
+    /// Moves the elements of the first two operands with even indices to the first operand, and the elements with odd
+    /// indices to the second operand. Then a function on adjacent pairs becomes a function on lanes.
     pub(super) fn unzipped(
         &mut self,
         function: &Function,

@@ -357,7 +357,7 @@ pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
             true,
         );
     }
-    // The shift loses no bits: mantissas have at most 64 bits here, so there are enough zeros above.
+    // The shift loses no bits: in this case mantissas have at most 64 bits, so enough of the upper bits are zero.
     let below = exponent.unsigned_abs();
     let (mantissa, below) = match below {
         0..=120 => (mantissa, below),

@@ -85,8 +85,8 @@ pub(super) fn walk<T: Tables>(
     let stride = half.granule - 3;
     let mut level = 4 - (input - half.granule).div_ceil(stride);
     let shift = |level: u32| half.granule + (3 - level) * stride;
-    // A table is aligned to its size. The first table may be smaller than others, since fewer input bits may be left
-    // for it.
+    // A table is aligned to its size. The first table may be smaller than other tables, because fewer input bits may be
+    // left to index it.
     let mut top = input;
     let mut table = half.base & !((1 << (top - shift(level) + 3)) - 1);
     let mut above = 0;

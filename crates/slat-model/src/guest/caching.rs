@@ -52,7 +52,7 @@ impl CachingMmu {
         }
     }
 
-    /// Returns the entry of `size` bytes at `gpa`, from the copy if there is one.
+    /// Returns the entry of `size` bytes at `gpa`: from the copy of the table, if the MMU has a copy.
     fn entry(&mut self, cpu: usize, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
         let at = gpa.0 & !7;
         let copies = self.tables.entry(gpa.gfn().0).or_default();

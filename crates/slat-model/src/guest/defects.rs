@@ -165,7 +165,7 @@ impl Flaw {
         }
     }
 
-    /// Returns those of `flags` that an MMU with this defect sets.
+    /// Returns the flags among `flags` that an MMU with this defect sets.
     pub fn flags(self, flags: u64) -> u64 {
         match self.0 {
             Some(Defect::SetsNoAccessed) => flags & !A,

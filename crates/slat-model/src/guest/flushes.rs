@@ -128,8 +128,8 @@ impl Flushes {
         flush.map_or(Time::MAX, |(time, _)| *time)
     }
 
-    /// Returns the earliest moment at which an existing TLB entry may have been created. That is the last flush that
-    /// drops such an entry.
+    /// Returns the earliest moment at which an existing TLB entry may have been created. This is the moment of the last
+    /// flush that drops such an entry.
     pub fn flushed_at(&self, cached: &Cached) -> Time {
         let drops = |flush: &Flush| {
             let meant = flush

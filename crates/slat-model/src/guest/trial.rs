@@ -22,7 +22,7 @@ use crate::tally::Tally;
 /// The function that makes the MMU of a run.
 type Make = dyn Fn(&GuestMachine) -> Box<dyn GuestMmu>;
 
-/// A kind of MMU to test, and how it is tested.
+/// A subject of the test: a kind of MMU, and the way in which it is tested.
 pub struct GuestSubject {
     name: String,
     make: Box<Make>,

@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::model::{Expected, is_executable};
 use crate::setup::{SPACES, VCPUS};
 
-/// A bit of the attention word that the engine leaves to its client.
+/// A bit of the attention word (the word of requests to a vCPU) that the engine leaves to the VMM.
 const BUSY: u32 = 1 << 8;
 
 /// The maximum number of flushes that one fault itself can need. Clearing a table needs one flush. On formats with
@@ -22,7 +22,7 @@ const ACCESSED: usize = 64;
 
 /// The number of a slot's pages whose mappings are compared before and after a change of the slot.
 const SAMPLES: usize = 4;
-/// The word that messages use for a translation that a vCPU got in an earlier operation.
+/// The word by which messages name a translation that a vCPU got in an earlier operation.
 const KEPT: &str = "kept";
 
 impl<M: Machine, F: Format> Runner<M, F> {
@@ -45,8 +45,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Checks the translations that vCPUs still remember. If a leaf was split in place, reduces its translation to the
-    /// size that the slots now require. Call after a change of several slots in `space`.
+    /// Checks the translations that vCPUs still remember. If a leaf was split in place, reduces the vCPUs' translations
+    /// by this leaf to the size that the slots now require. Call after a change of several slots in `space`.
     pub(super) fn split_kept(&mut self, space: usize) {
         for i in 0..VCPUS {
             if self.cpus[i].space != space {
@@ -225,8 +225,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         by_vm
     }
 
-    /// Checks `faults`, the number of faults that an access took. It must be 0 if the earlier mapping `known` allowed
-    /// the access. Otherwise it must not be 0, unless the access has failed.
+    /// Checks `faults`, the number of faults that an access took. The number must be 0 if the earlier mapping `known`
+    /// allowed the access. Otherwise it must not be 0, unless the access has failed.
     fn check_known(
         &mut self,
         gpa: u64,
@@ -364,7 +364,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("MMIO from an entry");
     }
 
-    /// Makes an access during an invalidation of `pages`, by a vCPU that must not wait for its end.
+    /// Makes an access during an invalidation of `pages`, by a vCPU that must not wait for the end of the invalidation.
     pub(super) fn access_meanwhile(&mut self, gfn: u64, access: Access, pages: &Range<u64>) {
         let i = 0;
         self.enter(i);

@@ -48,7 +48,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         );
     }
 
-    /// Checks the words of all pages that the guest has written, or its parent before the clone was made.
+    /// Checks the words of all pages that the guest has written, or that the guest of the parent VM has written before
+    /// the clone was made.
     pub(super) fn check_contents(&self) {
         for page in self.memory.keys() {
             if let Some(found) = self.machine.page(*page) {

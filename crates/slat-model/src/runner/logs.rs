@@ -136,7 +136,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) {
         let model = &self.models[space];
         let base = model.slots.get(&id).map_or(0, |slot| slot.base);
-        // A range beyond all slots is refused whatever the bitmap contains, so a shorter bitmap suffices.
+        // A range beyond all slots is refused in any case, so a shorter bitmap suffices.
         let words = pages.div_ceil(64).min(1 << 13) as usize;
         let bitmap = vec![pattern; words];
         let mut kept = Vec::new();

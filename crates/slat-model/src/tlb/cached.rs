@@ -89,7 +89,7 @@ impl Inner {
         }
     }
 
-    /// Whether the tables still allow all that `ghost` allows. That is so for a leaf that was split in place.
+    /// Whether the tables still allow everything that `ghost` allows, as they do after a leaf was split in place.
     pub(super) fn is_explained(&self, ghost: &Ghost) -> bool {
         if let Value::Table { .. } | Value::TableWrite = ghost.value {
             return false;

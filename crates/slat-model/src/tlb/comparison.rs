@@ -83,8 +83,8 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // The entry was removed. A page walker that reaches the table has cached the entry, with its old right,
-                // before that.
+                // The entry was removed. A page walker that can still reach the table has cached the removed entry,
+                // with the old right, before its removal.
                 _ => return false,
             }
             frame = above;

@@ -45,7 +45,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// Whether `now`, the current entry at the same position, allows all that `self` allows.
+    /// Whether `now`, the current entry at the same position, allows everything that `self` allows.
     pub(super) fn is_kept_by(&self, now: Option<Value>) -> bool {
         match (*self, now) {
             (

@@ -79,8 +79,8 @@ impl Line {
     }
 }
 
-/// Whether a process gains rights by executing `file`. It does so only if the kernel executes `file` itself, not if
-/// slat loads `file`.
+/// Whether a process gains rights by executing `file`. A process gains rights only if the kernel executes `file`
+/// itself, not if slat loads `file`.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -115,7 +115,8 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
-/// The result of following a file: how slat reaches the program that runs, and the scripts that lead to that program.
+/// The result of the search for the program that runs when a file is executed: the way in which slat reaches this
+/// program, and the scripts that lead to it.
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,
@@ -163,7 +164,7 @@ impl Chain {
         &self.lines[..self.len]
     }
 
-    /// Returns the program that runs. `given` is the file that is executed.
+    /// Returns the program that runs when the file `given` is executed.
     pub fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
         self.lines().last().map_or(given, Line::interpreter)
     }
@@ -178,7 +179,7 @@ impl Chain {
 }
 
 /// Whether a path's last component is the name of a dynamic linker. A dynamic linker is a static program, but it loads
-/// preloaded libraries into the program that it is given.
+/// preloaded libraries into the program that its argument names.
 pub fn is_linker(path: &CStr) -> bool {
     let name = path.to_bytes().rsplit(|byte| *byte == b'/').next();
     name.is_some_and(|name| name.starts_with(b"ld-linux") || name.starts_with(b"ld.so"))

@@ -282,7 +282,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
-        // The frame has the alternate stack as the program has set it. The call also returns whether that stack is in
+        // The frame has the alternate stack that the program has set. The call also returns whether that stack is in
         // use.
         let state = match (before.ss_size, is_used) {
             (0, _) => libc::SS_DISABLE,

@@ -98,7 +98,7 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
         };
         (*frame).link = stack::set_used_to(frame as usize);
         if (*info).architecture != AUDIT_ARCH {
-            // A call by `int 0x80`, with the number of a 32-bit system call, fails as if it did not exist.
+            // A call by `int 0x80`, with the number of a 32-bit system call, fails as if the call did not exist.
             (*frame).set_unknown();
         }
         frame

@@ -79,7 +79,7 @@ impl Request {
 
     /// Returns this request changed for a process with a copy of the memory, its own signal handlers and its own stack.
     pub fn with_a_copy_of_memory(&self) -> Self {
-        // The kernel refuses shared signal handlers without shared memory, so these two flags stay together.
+        // The kernel refuses shared signal handlers without shared memory. So both flags are removed together.
         let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
         Request {
             flags: self.flags & !(shared | SET_TLS | CLEAR_SIGHAND),
@@ -90,7 +90,7 @@ impl Request {
         }
     }
 
-    /// Whether fork(2) does what this request asks for.
+    /// Whether fork(2) has the effect that this request asks for.
     pub fn is_fork(&self) -> bool {
         let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
         self.flags & !known == 0

@@ -18,8 +18,8 @@ pub struct Text {
 }
 
 impl Text {
-    /// Finds the C library's text, and in it the instructions that slat needs. `None`: this C library does not have
-    /// them.
+    /// Finds the C library's text, and in it the instructions that slat needs. `None`: the text of this C library does
+    /// not have these instructions.
     pub fn find() -> Option<Self> {
         let address = libc::getppid as *const () as usize;
         let mut range = 0..0;

@@ -154,8 +154,8 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread that is being created. Its creator does not wait until the thread runs, because that takes long on busy
-/// processors. So the creator and the thread each have a reference to this value.
+/// A thread that is being created. The thread's creator does not wait until the thread runs, because that may take long
+/// on busy processors. So creator and thread each have a reference to this value.
 struct Start {
     frame: KeptFrame,
     request: Request,

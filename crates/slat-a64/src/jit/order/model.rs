@@ -164,7 +164,7 @@ impl Program {
         program
     }
 
-    /// Whether events `a` and `b` are of one thread, and `a` comes first in it.
+    /// Whether events `a` and `b` are of the same thread, and `a` comes before `b` in this thread.
     fn precedes(&self, a: usize, b: usize) -> bool {
         a < b && self.events[a].thread == self.events[b].thread
     }

@@ -135,7 +135,7 @@ impl Qemu {
         self.boot()
     }
 
-    /// Makes the guest's shell run `command`, which must succeed. Returns the time that it took.
+    /// Makes the guest's shell run `command`, which must succeed. Returns the time that the command took.
     pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
         const BEGIN: &str = "<begins>";
         const END: &str = "<ends:";

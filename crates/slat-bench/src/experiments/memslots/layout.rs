@@ -91,7 +91,7 @@ impl Layout {
         })
     }
 
-    /// Returns the index of the memslot that moves, the last one.
+    /// Returns the index of the memslot that moves, which is the last memslot.
     pub(crate) fn moved(&self) -> u64 {
         self.slots - 1
     }

@@ -131,7 +131,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
-        // With so many memslots an array is so slow that a few samples suffice.
+        // With this number of memslots, an array is so slow that a few samples suffice.
         1000.. => (1, bench.size.pick(1, 2, 5)),
         // For these numbers of memslots there is a goal, so they get more samples.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),

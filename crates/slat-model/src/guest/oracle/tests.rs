@@ -105,7 +105,7 @@ impl Guest {
         self.allows(gva, Access::Read, page)
     }
 
-    /// Returns those of the frames 8 to 11 that a read of [`GVA`] may reach.
+    /// Returns the frames among 8 to 11 that a read of [`GVA`] may reach.
     fn readable(&self) -> Vec<u64> {
         (8..12).filter(|gfn| self.may_read(GVA, *gfn)).collect()
     }

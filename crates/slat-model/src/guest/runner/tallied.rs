@@ -10,7 +10,7 @@ use crate::guest::ops::How;
 use crate::guest::oracle::{GuestAccess, Trace};
 use crate::guest::search::Found;
 
-/// The names that a long run must count, whatever MMU it tests.
+/// The names that a long run must count, with every MMU under test.
 pub const USUAL: [&str; 57] = [
     "paging is off",
     "32-bit paging",

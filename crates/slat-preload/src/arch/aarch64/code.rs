@@ -14,8 +14,8 @@ fn instructions(code: &[u8]) -> impl Iterator<Item = u32> {
     words.map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// Returns the offsets of `svc #0` in code that begins at an aligned address. A data word in the code may equal
-/// `svc #0` by chance: on average one of 2^32 words does.
+/// Returns the offsets of `svc #0` in code that begins at an aligned address. A data word in the code may equal `svc
+/// #0` by chance: on average, one of 2^32 words.
 pub fn calls(code: &[u8]) -> impl Iterator<Item = usize> {
     let found = instructions(code)
         .enumerate()

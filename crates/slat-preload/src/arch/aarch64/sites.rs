@@ -49,7 +49,7 @@ impl Plan {
     pub const STUB: usize = size_of::<Stub>();
 
     /// Plans to rewrite the `svc #0` that ends at the address `back`. `code` is the text that begins at the address
-    /// `start`. `None`: there is no `svc #0`.
+    /// `start`. `None`: no `svc #0` ends at `back`.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back.checked_sub(INSTRUCTION)?;
         let word = code.get(site.checked_sub(start)?..back.checked_sub(start)?)?;

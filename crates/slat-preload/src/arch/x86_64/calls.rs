@@ -20,7 +20,7 @@ const HERE: usize = AT_FDCWD as usize;
 const NOT_FOLLOWED: usize = libc::AT_SYMLINK_NOFOLLOW as usize;
 
 /// Returns the newer call that does the same work as the given call, with its additional arguments (a directory or
-/// flags). A call without a newer one is returned unchanged.
+/// flags). A call for which there is no newer call is returned unchanged.
 pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     let [a, b, c, ..] = arguments;
     match number {
@@ -115,7 +115,7 @@ mod tests {
                 (number, [1, 2, 3, 4, 5, 6])
             );
         }
-        // A stat call whose flags the older call cannot express stays as it is.
+        // A stat call whose flags the older call cannot express is not changed.
         let flagged = (
             libc::SYS_newfstatat,
             [HERE, 1, 2, libc::AT_EMPTY_PATH as usize, 0, 0],

@@ -109,7 +109,7 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
 const ALIGNMENT: usize = 16;
 
 /// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. Other bytes may look
-/// like such a call by chance: on average, one position of 2^32 does.
+/// like such a call by chance: on average, at one of 2^32 positions.
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {

@@ -255,8 +255,8 @@ pub unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that rt_sigreturn(2) does not restore, because `FIX_EFLAGS` of `arch/x86/kernel/signal.c` lacks them. No
-/// system call changes these flags.
+/// The flags that rt_sigreturn(2) does not restore, because `FIX_EFLAGS` in the kernel's `arch/x86/kernel/signal.c`
+/// does not contain them. No system call changes these flags.
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
 /// Sets the program's thread pointer, and returns to the program.

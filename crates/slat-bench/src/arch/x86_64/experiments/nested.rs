@@ -124,7 +124,7 @@ fn machine<'m>(bench: &Bench, mmu: &str, memory: &'m Memory) -> Result<Machine<'
     machine.set_policy("prefetch", "off")?;
     machine.begin_hypervisor()?;
     machine.touch_system()?;
-    // With this run, L2 also uses the pages of the system slot, so that they are mapped.
+    // In this run, L2 also uses the pages of the system slot, so that these pages are mapped afterwards.
     machine.run_nested(&Program::read(0, 1), &no_device)?;
     Ok(machine)
 }

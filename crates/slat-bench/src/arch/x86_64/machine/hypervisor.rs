@@ -136,8 +136,8 @@ impl<A: Api> Machine<'_, A> {
     }
 }
 
-/// Returns a segment in the format of the control block: one word with selector, attributes and limit, and one with the
-/// base.
+/// Returns a segment in the format of the control block: one word with selector, attributes and limit, and one word
+/// with the base.
 fn packed(segment: &kvm_segment) -> [u64; 2] {
     let attributes = u64::from(segment.type_)
         | u64::from(segment.s) << 4

@@ -78,8 +78,8 @@ pub struct Ran {
 }
 
 impl Ran {
-    /// Returns the time that the run would take on an otherwise idle machine. That is the vCPUs' processor time divided
-    /// by the number of processors that they can use at the same time.
+    /// Returns the time that the run would take on an otherwise idle machine. This time is the vCPUs' processor time
+    /// divided by the number of processors that they can use at the same time.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -192,7 +192,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Sets a policy of slat. Does nothing on a real KVM, whose policies only the host's administrator can change.
     ///
     /// # Errors
-    /// If there is no such policy, or the policy rejects the value.
+    /// If there is no policy of this name, or the policy rejects the value.
     pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
         match self.engine() {
             Some(engine) => {

@@ -49,7 +49,7 @@ const WALKED: u64 = 32768;
 /// The number of pages of the case `cold`, each with a function. The data slot of all cases has this size.
 const FUNCTIONS: u64 = 65536;
 
-/// The program of a case, and a check that the guest has really executed it.
+/// The program of a case, and a check that the guest has really executed the program.
 struct Work {
     case: &'static str,
     program: Program,
@@ -62,7 +62,7 @@ struct Work {
 /// Checks the registers at the end of the program, and the words of its data.
 type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 
-/// The CPU that executes the programs. It decides how much work they do.
+/// The CPU that executes the programs. The amount of work that a program does depends on this CPU.
 #[derive(Clone, Copy)]
 enum Worker {
     /// slat and QEMU's software CPU, which execute the same amount of work.
@@ -220,7 +220,7 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
     ]
 }
 
-/// The initial value of one vector of the case `simd`. The other vector begins with the number of iterations.
+/// The initial value of one vector of the case `simd`. The second vector begins with the number of iterations.
 const SEED: u64 = 0x0123_4567_89ab_cdef;
 /// The two factors that the case `bigint` multiplies.
 const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];

@@ -167,7 +167,7 @@ impl Guest {
             .flatten()
     }
 
-    /// Starts the guest. If the guest has no disk of its own, it gets `disk`.
+    /// Starts the guest. A guest without a disk of its own gets `disk`.
     pub fn start(&self, linux: &Linux, on_slat: bool, disk: &Path) -> Result<Qemu, Failure> {
         let material = |name| linux.materials.join(name);
         let payload = Payload {

@@ -61,8 +61,8 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the version of QEMU, if QEMU and all files of the guest exist. Otherwise the error says what is missing, and
-/// how to get it.
+/// Returns the version of QEMU, if QEMU and all files of the guest exist. Otherwise the error names the missing file,
+/// and says how to get it.
 fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     let directory = linux.materials.display();
     let command = [
