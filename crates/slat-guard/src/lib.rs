@@ -1,6 +1,6 @@
 //! Memory accesses that survive SIGSEGV, SIGBUS and a kick.
 //!
-//! This crate is a part of slat. Its API is not stable: any version may change it.
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! Guest memory belongs to the program that provides it (the VMM): at any moment and on any thread, the program may
 //! unmap it, protect it, truncate the file that backs it, or leave its pages to a userfaultfd handler. The result of a

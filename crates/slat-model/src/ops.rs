@@ -225,7 +225,7 @@ const FREQUENCIES: [(Kind, [u64; 5]); 26] = [
     (Kind::Quiesce, [4, 0, 10, 4, 6]),
     (Kind::Replace, [2, 0, 0, 2, 2]),
     (Kind::UseSpace, [4, 1, 5, 4, 4]),
-    (Kind::Snapshot, [20, 0, 20, 12, 80]),
+    (Kind::Snapshot, [6, 0, 4, 4, 80]),
     (Kind::Fail, [10, 0, 20, 6, 6]),
 ];
 
