@@ -53,6 +53,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     // An even number, as the average of two turns is counted. A loop of 0 turns would not end.
     let turns = |program: &Program, part: u64| 2 * (most / program.slowness / part / 2).max(1);
     let compiler = Compiler::try_new().ok_or("there is no address space for compiled code")?;
+    // The thread ends with the process.
+    let worker = compiler.clone();
+    std::thread::Builder::new().spawn(move || {
+        worker.work();
+    })?;
     let mut variants = vec![SLAT, INTERPRETER];
     match others::version_of_qemu(tcg::PROGRAM) {
         Some(version) => {
