@@ -110,7 +110,7 @@ impl Cpu {
     }
 
     /// Reads a word, changes it by `f`, and writes it. Returns the old and the new value. If `lock`, the change is
-    /// atomic, unless the word is in two pages.
+    /// atomic, unless the word is in two pages, or not in memory (MMIO).
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,

@@ -3,7 +3,8 @@
 //! Each instruction is a type, with a function that computes the result and the flags. The function is generic over
 //! [`Compute`], which performs the arithmetic. For the interpreter, [`Now`] computes with integers. For the compiler,
 //! the translator makes Cranelift values from the same formulas. `exec` and `jit` only fetch operands and write
-//! results. So an instruction that is added here exists in both.
+//! results. So an instruction that is added here exists in both. The exchange of CMPXCHG and XCHG is an exception:
+//! it is an access to memory, which each of the two makes in its own way. Only CMPXCHG's flags come from here.
 //!
 //! A flag is computed only when an instruction reads it. [`mod@condition`] computes it from the last operation that has
 //! set the flags.

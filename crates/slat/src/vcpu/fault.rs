@@ -1,6 +1,6 @@
 //! Handles a fault of a vCPU: changes the page tables so that they allow an access.
 //!
-//! A [`Fault`] is one attempt to do this. It has five steps, which store their results in its fields. Each step may use
+//! A [`Fault`] is one attempt to do this. It has six steps, which store their results in its fields. Each step may use
 //! the results of earlier steps:
 //!
 //! 1. [`Fault::find_slot`]: the memslot that holds the frame;

@@ -133,8 +133,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if let Some(leaf) = self.cached_leaf(gpa, access) {
             return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
-        // The two branches do the same. But in the first, the common one, the leaf is of level 1, which the compiler
-        // then knows.
+        // The two branches return the same translation. But in the first, the common one, the leaf is of level 1, which
+        // the compiler then knows, and the vCPU remembers the leaf.
         let key = self.key(gfn);
         let reached = match self.walk(gpa) {
             Some(Ok(found)) => {
