@@ -38,9 +38,15 @@ pub trait Hypervisor {
     /// Stores the low 1 << `size` bytes, at most 8, in one page.
     fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Self::Fault>;
     /// Loads 16 bytes of one page. The load need not be atomic.
-    fn load_wide(&mut self, at: u64) -> Result<u128, Self::Fault>;
+    fn load_wide(&mut self, at: u64) -> Result<u128, Self::Fault> {
+        let [low, high] = [at, at + 8].map(|at| self.load(at, 3, Order::default()));
+        Ok(u128::from(low?) | u128::from(high?) << 64)
+    }
     /// Stores 16 bytes, which are in one page, at the address `at` of the machine's memory.
-    fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Self::Fault>;
+    fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Self::Fault> {
+        self.store(at, 3, value as u64, Order::default())?;
+        self.store(at + 8, 3, (value >> 64) as u64, Order::default())
+    }
     /// Compares 1 << `size` bytes, at most 16, with the first value, and stores the second value if they are equal, as
     /// one atomic operation. Returns the old bytes. The address is a multiple of the size.
     fn compare_exchange(

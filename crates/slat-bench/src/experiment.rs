@@ -15,7 +15,7 @@ pub struct Experiment {
     pub explain: &'static str,
     /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,
-    /// What is measured instead if the user asks for another architecture than the host's.
+    /// The measurement that replaces this one if the user asks for another architecture than the host's.
     pub(crate) elsewhere: Elsewhere,
     /// Measures the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
@@ -33,7 +33,7 @@ pub(crate) enum Settable {
     AllBut(&'static [&'static str]),
 }
 
-/// What is measured for another architecture than the host's.
+/// The measurement for another architecture than the host's.
 #[derive(Clone, Copy)]
 pub enum Elsewhere {
     /// Nothing.

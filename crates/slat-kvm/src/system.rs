@@ -12,7 +12,7 @@ use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// The size in bytes of the memfd that stands in for `/dev/kvm`. Other deleted files rarely have this size. So `fstat`
+/// The size in bytes of the memfd that represents `/dev/kvm`. Other deleted files rarely have this size. So `fstat`
 /// usually knows by the size alone that a file is not this memfd, and need not make another system call.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 

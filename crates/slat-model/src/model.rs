@@ -549,7 +549,7 @@ impl GuestModel {
         Ok(answer)
     }
 
-    /// Executes KVM_CLEAR_DIRTY_LOG. Bit n of `bitmap` stands for page `first + n`. The error is an errno.
+    /// Executes KVM_CLEAR_DIRTY_LOG. Bit n of `bitmap` is page `first + n`. The error is an errno.
     pub fn clear_dirty_log(
         &mut self,
         id: u32,

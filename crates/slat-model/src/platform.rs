@@ -157,13 +157,13 @@ impl SimMachine {
         *self.gate.closed.lock().unwrap() = Some(range);
     }
 
-    /// Opens the gate, and wakes all threads that sleep at it because they resolved a page behind it.
+    /// Opens the gate, and wakes all threads that sleep because they resolved a page that the gate had closed.
     pub fn open_gate(&self) {
         *self.gate.closed.lock().unwrap() = None;
         self.gate.opened.notify_all();
     }
 
-    /// Returns the number of threads that sleep because they resolved a page behind the closed gate.
+    /// Returns the number of threads that sleep because they resolved a page that the gate has closed.
     pub fn waiting_at_gate(&self) -> usize {
         self.gate.waiting.load(SeqCst)
     }

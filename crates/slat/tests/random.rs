@@ -33,36 +33,29 @@ fn agree_on(format: usize) {
 
 /// Makes 13 runs of 8,000 steps on a VM and its clones.
 fn clones_agree_on(format: usize) {
-    let subject = &Subject::ALL[format];
-    let seed = 1000 * format as u64;
-    let mut tally = Tally::default();
-    for seed in seed..seed + 13 {
-        let setup = Setup {
-            mix: Mix::CLONES,
-            ..Setup::of_seed(seed)
-        };
-        tally.add(&subject.run_seed(seed, setup, 8_000));
-    }
-    let is_tdp = !subject.name.contains("direct");
+    let is_tdp = !Subject::ALL[format].name.contains("direct");
     let wanted = &Tally::OF_CLONES[..if is_tdp { 4 } else { 3 }];
-    let never: Vec<_> = wanted.iter().filter(|what| tally.of(what) == 0).collect();
-    assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
+    mix_agrees_on(format, Mix::CLONES, 13, 8_000, wanted);
 }
 
 /// Makes 5 runs of 3,000 steps on VMs that are saved while they run.
 fn snapshots_agree_on(format: usize) {
+    mix_agrees_on(format, Mix::SNAPSHOTS, 5, 3_000, &Tally::OF_SNAPSHOTS);
+}
+
+/// Makes `runs` runs of `steps` steps with the frequencies of `mix`. They must cover everything in `wanted`.
+fn mix_agrees_on(format: usize, mix: Mix, runs: u64, steps: usize, wanted: &[&str]) {
     let subject = &Subject::ALL[format];
     let seed = 1000 * format as u64;
     let mut tally = Tally::default();
-    for seed in seed..seed + 5 {
+    for seed in seed..seed + runs {
         let setup = Setup {
-            mix: Mix::SNAPSHOTS,
+            mix,
             ..Setup::of_seed(seed)
         };
-        tally.add(&subject.run_seed(seed, setup, 3_000));
+        tally.add(&subject.run_seed(seed, setup, steps));
     }
-    let wanted = Tally::OF_SNAPSHOTS.iter();
-    let never: Vec<_> = wanted.filter(|what| tally.of(what) == 0).collect();
+    let never: Vec<_> = wanted.iter().filter(|what| tally.of(what) == 0).collect();
     assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
 }
 

@@ -37,7 +37,7 @@ pub(super) struct Point {
 /// A function to which compiled code has a pointer.
 pub(super) struct Kept(Box<Function>);
 
-/// What is known at the current instruction of the translation.
+/// The translator's knowledge at the guest instruction that it is translating.
 pub(super) struct Now {
     /// The guest address of the current instruction.
     pub(super) pc: u64,

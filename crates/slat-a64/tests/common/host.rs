@@ -192,16 +192,6 @@ impl Hypervisor for Memory {
         })
     }
 
-    fn load_wide(&mut self, at: u64) -> Result<u128, Refusal> {
-        let [low, high] = [at, at + 8].map(|at| self.load(at, 3, Order::default()));
-        Ok(u128::from(low?) | u128::from(high?) << 64)
-    }
-
-    fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Refusal> {
-        self.store(at, 3, value as u64, Order::default())?;
-        self.store(at + 8, 3, (value >> 64) as u64, Order::default())
-    }
-
     fn compare_exchange(
         &mut self,
         at: u64,

@@ -4,8 +4,8 @@
 //! functions inside an invalidation of the range in each VM.
 
 use super::{
-    COUNT, END, EVENT_REMOVE, Handler, Region, TABLE, announce, each_region, find, lock, sleep,
-    state,
+    COUNT, END, EVENT_REMOVE, Handler, Region, TABLE, announce, each_region, find, lock, rights,
+    sleep, state,
 };
 use crate::process::Birth;
 use crate::{mappings, procfs};
@@ -135,14 +135,7 @@ pub fn register(handler: &'static Handler, range: Range<usize>, modes: u64) -> R
             None => at += page_size(),
             Some(raw) if raw.anonymous && raw.page_size == page_size() as u64 => {
                 let end = raw.range.end.min(range.end);
-                let mut rights = 0;
-                if raw.readable {
-                    rights |= state::READ;
-                }
-                if raw.writable {
-                    rights |= state::WRITE;
-                }
-                parts.push((at..end, rights));
+                parts.push((at..end, rights(raw.readable, raw.writable)));
                 at = end;
             }
             Some(_) => return Err(libc::EINVAL),
@@ -481,13 +474,7 @@ pub fn discarded(range: &Range<usize>) {
 /// inaccessible again.
 pub fn protected(range: &Range<usize>, readable: bool, writable: bool) {
     let _turn = lock();
-    let mut rights = 0;
-    if readable {
-        rights |= state::READ;
-    }
-    if writable {
-        rights |= state::WRITE;
-    }
+    let rights = rights(readable, writable);
     each_run(range, |_, run, state, pages| {
         let new = state & !(state::READ | state::WRITE) | rights;
         for page in pages {

@@ -76,6 +76,13 @@ mod state {
     pub(super) const WRITE: u8 = 64;
 }
 
+/// Returns the bits of a state for what the client may do with a page.
+fn rights(readable: bool, writable: bool) -> u8 {
+    let read = if readable { state::READ } else { 0 };
+    let write = if writable { state::WRITE } else { 0 };
+    read | write
+}
+
 /// `UFFDIO_REGISTER_MODE_MISSING`.
 pub const MODE_MISSING: u64 = state::MISSING as u64;
 /// `UFFDIO_REGISTER_MODE_WP`.
@@ -345,37 +352,51 @@ pub(crate) fn resolve(
 }
 
 thread_local! {
-    // The variable has neither an initialiser nor a destructor, because a handler uses it.
-    /// The address at which this thread has faulted last without a reason, and how many times in a row.
-    static IN_VAIN: Cell<(usize, u32)> = const { Cell::new((0, 0)) };
+    // The variables have neither an initialiser nor a destructor, because a handler uses them.
+    /// This thread's faults on registered pages whose state allows the access.
+    static IN_VAIN: Row = const { Row::new() };
+    /// This thread's faults on memory that is not registered.
+    static ELSEWHERE: Row = const { Row::new() };
 }
 
-/// Handles a fault of the client's own code at `address`, which the client's rights may allow. Returns `true` if the
-/// access is to be made again: the page is there now. Async-signal-safe.
+/// The address of a thread's last fault of some kind, and how many such faults at that address came in a row.
+struct Row(Cell<(usize, u32)>);
+
+impl Row {
+    const fn new() -> Self {
+        Row(Cell::new((0, 0)))
+    }
+
+    /// Adds a fault at `address`, the first of a new row if `begins`. Returns the number of faults in the row before it.
+    fn add(&self, address: usize, begins: bool) -> u32 {
+        let (last, times) = self.0.get();
+        let before = if last == address && !begins { times } else { 0 };
+        self.0.set((address, before + 1));
+        before
+    }
+}
+
+/// Handles a fault of the client's own code at `address`. Returns `true` if the access is to be made again: the page is
+/// there now, or may be. Async-signal-safe.
 pub fn fault(address: usize, write: bool) -> bool {
     /// A fault without a reason is the moment before a page becomes accessible. More in a row mean that the client has
     /// changed the rights of its memory in a way that slat does not see.
     const MOST_IN_VAIN: u32 = 10_000;
-    if !is_any() {
-        return false;
-    }
+    /// A registration may end between the access and this call. So an access that is not to memory which is registered,
+    /// or which the client itself may not access, is made again, a few times.
+    const MOST_ELSEWHERE: u32 = 2;
     let mut has_waited = false;
     let was_registered = is_inherited(address);
     loop {
         match look(address, write) {
-            // Another thread has just ended the registration, or this thread did, in a forked child.
-            None => return has_waited || was_registered,
-            Some(Step::Fail) => return false,
             Some(Step::Wait { .. }) => has_waited = true,
             Some(Step::Go) => {
-                let (last, times) = IN_VAIN.get();
-                let times = if last == address && !has_waited {
-                    times + 1
-                } else {
-                    0
-                };
-                IN_VAIN.set((address, times));
-                return times < MOST_IN_VAIN;
+                return IN_VAIN.with(|row| row.add(address, has_waited)) < MOST_IN_VAIN;
+            }
+            // Another thread has just ended the registration, or this thread did, in a forked child.
+            None if has_waited || was_registered => return true,
+            Some(Step::Fail) | None => {
+                return ELSEWHERE.with(|row| row.add(address, false)) < MOST_ELSEWHERE;
             }
         }
     }

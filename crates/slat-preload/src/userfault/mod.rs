@@ -51,7 +51,6 @@ use server::Served;
 use slat_host::registered;
 use slat_kvm::background;
 use slat_process::{helper, set_errno};
-use std::cell::Cell;
 use std::ffi::c_int;
 
 /// The beginning of the name of each descriptor: 0 for an abstract name, and a text.
@@ -141,7 +140,7 @@ fn create(flags: c_int) -> Result<c_int, i32> {
     if !slat_host::procfs::can_write_memory() {
         return Err(libc::EPERM);
     }
-    slat_guard::on_fault(fault);
+    slat_guard::on_fault(registered::fault);
     // Filters may forbid the program's threads to post events, and to change the protection of pages. The helper has to
     // be there before the first filter.
     helper::start(background::start);
@@ -168,26 +167,6 @@ fn create(flags: c_int) -> Result<c_int, i32> {
         }
     }
     Ok(programs.into_fd())
-}
-
-thread_local! {
-    // The variable has neither an initialiser nor a destructor, because a handler uses it.
-    /// The address of this thread's last fault that concerned no registered memory, and the number of such faults in a
-    /// row.
-    static ELSEWHERE: Cell<(usize, u32)> = const { Cell::new((0, 0)) };
-}
-
-/// Handles a fault of the program. Returns whether the access is to be made again. A registration may end between the
-/// access and this call; so an access that concerns no registered memory is made again, a few times. Async-signal-safe.
-fn fault(address: usize, write: bool) -> bool {
-    const MOST: u32 = 3;
-    if registered::fault(address, write) {
-        return true;
-    }
-    let (last, times) = ELSEWHERE.get();
-    let times = if last == address { times + 1 } else { 1 };
-    ELSEWHERE.set((address, times));
-    times < MOST
 }
 
 /// Makes a pair of connected sockets, which are closed on exec.

@@ -82,18 +82,21 @@ fn words(vm: &SmallVm) -> [u64; 2] {
     [0, 1].map(|page: usize| vm.platform().pages[page].content.load(Relaxed))
 }
 
+/// Runs a guest that writes 1 to page 0, then 1 to page 1, then 2 to page 0.
+pub(super) fn run_writing_guest(vm: &Arc<SmallVm>) {
+    on_cpu(vm, |vcpu| {
+        write(vcpu, 0, 1);
+        write(vcpu, 1, 1);
+        write(vcpu, 0, 2);
+    });
+}
+
 #[test]
 fn a_clone_has_the_memory_of_one_moment_while_its_parent_writes() {
     model(2, || {
         let vm = parent(PLAIN);
         let cpus = vm.clone();
-        let guest = spawn(move || {
-            on_cpu(&cpus, |vcpu| {
-                write(vcpu, 0, 1);
-                write(vcpu, 1, 1);
-                write(vcpu, 0, 2);
-            })
-        });
+        let guest = spawn(move || run_writing_guest(&cpus));
         let clone = Arc::new(Vm::fork_from(&vm).unwrap());
         let [cause, effect] = words(&clone);
         assert!(effect == 0 || cause > 0, "an effect without its cause");

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed as Plainly};
 use std::sync::{Arc, Mutex};
 use std::vec::Vec;
 
-use super::fork::write;
+use super::fork::{run_writing_guest, write};
 use super::{LOGGED, Machine, PLAIN, SmallVm, hvas, model, on_cpu, set_slot, spawn, touch, vm};
 use crate::addr::{Access::*, Hva, Level, PAGE_SHIFT};
 use crate::platform::VmId;
@@ -70,13 +70,7 @@ fn beside_a_guest(level: Level, flags: SlotFlags) {
     model(1, move || {
         let vm = written(level, flags);
         let cpus = vm.clone();
-        let guest = spawn(move || {
-            on_cpu(&cpus, |vcpu| {
-                write(vcpu, 0, 1);
-                write(vcpu, 1, 1);
-                write(vcpu, 0, 2);
-            })
-        });
+        let guest = spawn(move || run_writing_guest(&cpus));
         let snapshot = begin(&vm);
         while snapshot.keep_next(1) > 0 {}
         of_one_moment(vm.platform().kept.words());

@@ -17,3 +17,12 @@ pub(crate) use fair::FairLock;
 pub(crate) use once_box::OnceBox;
 pub(crate) use section::{Guarded, InSection};
 pub(crate) use spin::SpinLock;
+
+/// Waits as long as `holds` returns `true`: calls `wait` with the number of the round, from 0 on.
+pub(crate) fn wait_while(holds: impl Fn() -> bool, mut wait: impl FnMut(u32)) {
+    let mut round = 0;
+    while holds() {
+        wait(round);
+        round += 1;
+    }
+}

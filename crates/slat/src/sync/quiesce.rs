@@ -43,7 +43,7 @@ use crate::heap::{self, OutOfMemory, Shared};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use crate::sync::walker_buffer::WalkerBuffer;
-use crate::sync::{InSection, OnceBox};
+use crate::sync::{InSection, OnceBox, wait_while};
 
 /// A word of bits that make a software CPU leave its loop at the next block boundary. A clone refers to the same word.
 ///
@@ -406,11 +406,10 @@ impl Readers {
             }
         });
         self.iter().for_each(|reader| {
-            let mut round = 0;
-            while wanted(&reader.attention) && !reader.has_passed(generation) {
-                wait(round, reader.token.load(Relaxed));
-                round += 1;
-            }
+            wait_while(
+                || wanted(&reader.attention) && !reader.has_passed(generation),
+                |round| wait(round, reader.token.load(Relaxed)),
+            );
         });
         generation
     }

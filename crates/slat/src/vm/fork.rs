@@ -58,6 +58,7 @@ use crate::heap::OutOfMemory;
 use crate::platform::{ForkError, Platform};
 use crate::slots::SlotsChange;
 use crate::sync::atomic::Ordering::SeqCst;
+use crate::sync::wait_while;
 use crate::table::{At, LeafCounts, Next, Show, TableBuilder, Tree, Visit, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -119,11 +120,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         (slots.try_reserve_exact(self.spaces.len())).map_err(|_| OutOfMemory)?;
         // Always in this order, as conversions do.
         slots.extend((self.spaces.iter()).map(|space| space.slots.change(self.turn_wait())));
-        let mut round = 0;
-        while self.in_progress.is_converting() {
-            self.turn_wait()(round);
-            round += 1;
-        }
+        wait_while(|| self.in_progress.is_converting(), self.turn_wait());
         Ok(slots)
     }
 

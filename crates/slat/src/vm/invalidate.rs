@@ -35,7 +35,7 @@ use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::slots::Place;
-use crate::sync::{SpinLock, held};
+use crate::sync::{SpinLock, held, wait_while};
 use crate::table::overlap;
 use crate::trace::Event;
 
@@ -227,12 +227,8 @@ impl InProgress {
 
     /// Waits until the old leaves of all slots that are being deleted or moved are zapped. Does not wait until they are
     /// flushed.
-    fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
-        let mut round = 0;
-        while self.is_slot_leaving() {
-            wait(round);
-            round += 1;
-        }
+    fn wait_for_leaving_slots(&self, wait: impl FnMut(u32)) {
+        wait_while(|| self.is_slot_leaving(), wait);
     }
 
     /// Begins an invalidation of `range`. Returns its generation.
@@ -260,12 +256,8 @@ impl InProgress {
     }
 
     /// Waits until all invalidations of `generation` have ended.
-    pub(super) fn wait_for(&self, generation: Generation, mut wait: impl FnMut(u32)) {
-        let mut round = 0;
-        while self.count.load(SeqCst) & generation.mask() != 0 {
-            wait(round);
-            round += 1;
-        }
+    pub(super) fn wait_for(&self, generation: Generation, wait: impl FnMut(u32)) {
+        wait_while(|| self.count.load(SeqCst) & generation.mask() != 0, wait);
     }
 }
 

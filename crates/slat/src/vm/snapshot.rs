@@ -71,8 +71,8 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::old_pages::OldPages;
 use crate::platform::Platform;
 use crate::slots::{Memslot, PrivateFrames, SlotsChange};
-use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicBool, Ordering::*};
+use crate::sync::{SpinLock, wait_while};
 use crate::table::Walk;
 
 /// The reason why no snapshot was begun. Nothing was changed.
@@ -226,11 +226,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return;
         };
         pages.give(&backing, &*self.platform);
-        let mut round = 0;
-        while !pages.has(&backing) {
-            self.turn_wait()(round);
-            round += 1;
-        }
+        wait_while(|| !pages.has(&backing), self.turn_wait());
     }
 
     /// Like [`Self::keep_old_pages`], for the memory that `slot` had at `gfns`.
@@ -327,11 +323,7 @@ impl<P: Platform, F: Format> Snapshot<P, F> {
 
     /// Waits until no other thread is giving a page. No page is free.
     fn wait_for_others(&self) {
-        let mut round = 0;
-        while self.pages.left() > 0 {
-            self.vm.turn_wait()(round);
-            round += 1;
-        }
+        wait_while(|| self.pages.left() > 0, self.vm.turn_wait());
     }
 }
 

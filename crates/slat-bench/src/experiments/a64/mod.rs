@@ -70,24 +70,24 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         )),
     }
     for program in &PROGRAMS {
+        let [few, part, many] = [1000, 50, 1].map(|part| Task::new(program, turns(program, part)));
         bench.in_turns(
             program.name,
             rounds,
             &variants,
             |_, variant| match variant {
                 tcg::NAME => {
-                    let (few, many) = (turns(program, 1000), turns(program, 1));
-                    let start = checked(program, few, tcg::run(program, few)?)?;
-                    let all = checked(program, many, tcg::run(program, many)?)?;
+                    let start = few.checked(tcg::run(program, few.turns)?)?;
+                    let all = many.checked(tcg::run(program, many.turns)?)?;
                     // At a tiny size, nearly all time is QEMU's start.
                     let time = all.saturating_sub(start).max(Duration::from_millis(1));
-                    Ok(speed(program, many - few, time))
+                    Ok(speed(program, many.turns - few.turns, time))
                 }
                 _ => {
                     let is_compiled = variant == SLAT;
-                    let turns = turns(program, if is_compiled { 1 } else { 50 });
-                    let ran = board::run(program, turns, is_compiled.then_some(&compiler))?;
-                    Ok(speed(program, turns, checked(program, turns, ran)?))
+                    let task = if is_compiled { &many } else { &part };
+                    let ran = board::run(program, task.turns, is_compiled.then_some(&compiler))?;
+                    Ok(speed(program, task.turns, task.checked(ran)?))
                 }
             },
         )?;
@@ -95,15 +95,24 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the time of a run whose results are right.
-fn checked(
-    program: &Program,
+/// A number of turns of a program, with the results that the program must leave.
+struct Task {
     turns: u64,
-    (time, results): (Duration, [u64; 2]),
-) -> Result<Duration, Failure> {
-    match (program.results)(turns) == results {
-        true => Ok(time),
-        false => Err(format!("the guest computed something else: {results:x?}").into()),
+    results: [u64; 2],
+}
+
+impl Task {
+    fn new(program: &Program, turns: u64) -> Self {
+        let results = (program.results)(turns);
+        Task { turns, results }
+    }
+
+    /// Returns the time of a run whose results are right.
+    fn checked(&self, (time, results): (Duration, [u64; 2])) -> Result<Duration, Failure> {
+        match self.results == results {
+            true => Ok(time),
+            false => Err(format!("the guest computed something else: {results:x?}").into()),
+        }
     }
 }
 
@@ -141,8 +150,8 @@ mod tests {
     fn wrong_results_are_an_error() {
         let calls = PROGRAMS.iter().find(|program| program.name == "call");
         let calls = calls.unwrap();
-        let time = Duration::from_secs(1);
-        assert!(checked(calls, 4, (time, [4, 0])).is_ok());
-        assert!(checked(calls, 4, (time, [3, 0])).is_err());
+        let (task, time) = (Task::new(calls, 4), Duration::from_secs(1));
+        assert!(task.checked((time, [4, 0])).is_ok());
+        assert!(task.checked((time, [3, 0])).is_err());
     }
 }

@@ -14,7 +14,7 @@ const PAGE: u64 = 4096;
 const PAGES: u64 = 2048;
 
 /// A program: a loop, of which X1 counts the turns from their number down to 1. X4 is the address of data, X5 an
-/// address 64 bytes behind it, X6 is 3, X7 is 1, D1 is 1.0. All others are 0. The program leaves results in X2 and X3.
+/// address 64 bytes after it, X6 is 3, X7 is 1, D1 is 1.0. All others are 0. The program leaves results in X2 and X3.
 pub struct Program {
     pub name: &'static str,
     words: &'static [u32],

@@ -72,14 +72,13 @@ impl VcpuMachine {
     /// vCPU has written them since; otherwise this vCPU's page. If another vCPU is writing pages, returns with
     /// [`bits::RETRY`] raised, so that the run loop looks for signals and calls again.
     fn write_kvmclock(&mut self) {
-        let vm = Arc::clone(&self.vm);
-        let clock = &vm.arch.clock;
-        let set = clock.changes();
-        let was_set = self.clock_set != set;
+        let set = self.vm.arch.clock.changes();
         let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
-        if !(self.clock_changed || was_set || is_due) {
+        if !(self.clock_changed || self.clock_set != set || is_due) {
             return;
         }
+        let vm = Arc::clone(&self.vm);
+        let clock = &vm.arch.clock;
         let Some(mut all_written) = clock.page_turn() else {
             self.outside(|_| std::thread::yield_now());
             self.common.attention.raise(bits::RETRY);
@@ -106,16 +105,15 @@ impl VcpuMachine {
     /// Writes the kvmclock page of the vCPU with this number in the VM's clock. Returns `false` if a signal has
     /// interrupted the wait for guest memory.
     fn write_kvmclock_page(&mut self, number: usize) -> bool {
+        let clock = &self.vm.arch.clock;
         let is_own = number == self.clock_number;
+        let page = clock.page(number);
         if is_own {
-            self.clock_due = None;
+            self.clock_due = (page.as_ref()).and_then(|(_, parameters)| clock.refresh(parameters));
         }
-        let Some((at, parameters)) = self.vm.arch.clock.page(number) else {
+        let Some((at, parameters)) = page else {
             return true;
         };
-        if is_own {
-            self.clock_due = self.vm.arch.clock.refresh(&parameters);
-        }
         // The new version is greater than the version in guest memory. So if a guest was migrated while it read the
         // page, it notices the change.
         let odd = self.read_guest_half(at).wrapping_add(1) | 1;
