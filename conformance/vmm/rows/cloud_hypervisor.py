@@ -4,6 +4,8 @@
     net        fetches a file from a server on this machine
     reboot     the guest starts again, in the same VMM
     snapshot   is saved, and goes on in a new process
+    lazy       is saved, and goes on in a new process, which reads each page of memory when it is first needed: as an ordinary user, to
+               whom the kernel refuses userfaultfd
     no-filter  without the VMM's own seccomp filters
 
 CLOUD_HYPERVISOR_BIN names the program.
@@ -11,13 +13,13 @@ CLOUD_HYPERVISOR_BIN names the program.
 
 import os
 
-from rows.microvm import TAP, Devices, MicroVm, move
+from rows.microvm import TAP, Devices, MicroVm, move, without_userfaultfd
 from rows.qemu import BOOT, MEMORY
 
 
-def _start(setting, name, words, options):
+def _start(setting, name, words, options, user=()):
     path = setting.path(f"{name}.socket")
-    command = [os.environ["CLOUD_HYPERVISOR_BIN"], "--api-socket", path, *options]
+    command = [*user, os.environ["CLOUD_HYPERVISOR_BIN"], "--api-socket", path, *options]
     if "no-filter" in words:
         command += ["--seccomp", "false"]
     return MicroVm(setting, name, command, path)
@@ -41,7 +43,7 @@ def run(setting, cpus, *words):
         vmm.console.write("reboot -f\n")
         vmm.console.ready(BOOT)
         vmm.console.check_cpus(cpus)
-    if "snapshot" in words:
+    if "snapshot" in words or "lazy" in words:
         vmm = move(vmm, lambda vmm: _restore(setting, vmm, words))
         vmm.console.check_cpus(cpus)
     devices.check(vmm)
@@ -55,7 +57,11 @@ def _restore(setting, vmm, words):
     vmm.call("PUT", "/api/v1/vm.pause")
     vmm.call("PUT", "/api/v1/vm.snapshot", {"destination_url": f"file://{directory}"})
     vmm.process.kill()
-    restored = _start(setting, "restored", words, ["--restore", f"source_url=file://{directory}"])
+    source, user = f"source_url=file://{directory}", ()
+    if "lazy" in words:
+        source += ",memory_restore_mode=ondemand"
+        user = without_userfaultfd(setting)
+    restored = _start(setting, "restored", words, ["--restore", source], user)
     restored.wait_for_socket()
     restored.call("PUT", "/api/v1/vm.resume")
     return restored

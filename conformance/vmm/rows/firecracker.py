@@ -15,16 +15,13 @@ import os
 import re
 import subprocess
 
-from rows.console import Failure, Skip
-from rows.microvm import TAP, Devices, MicroVm, move
+from rows.console import Failure
+from rows.microvm import TAP, Devices, MicroVm, move, without_userfaultfd
 from rows.process import Process
 from rows.qemu import BOOT, MEMORY
 
 # How the kernel has Firecracker end; arm64's way is PSCI alone.
 RESET = "reboot=k"
-
-# What runs a program as a user without rights.
-_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 
 
 def _start(setting, name, words, user=()):
@@ -95,13 +92,8 @@ def _restore(setting, vmm, words):
 
 def _restore_lazily(setting, vmm, words, handlers):
     """Like `_restore`, but the memory comes from a handler in another process, which is added to `handlers`."""
-    user = _NOBODY if os.geteuid() == 0 else []
-    if _is_permitted(user):
-        raise Skip("the kernel permits userfaultfd to ordinary users")
     state, memory = _save(setting, vmm)
-    os.chmod(setting.scratch, 0o777)
-    for path in filter(os.path.isfile, map(setting.path, os.listdir(setting.scratch))):
-        os.chmod(path, 0o666)
+    user = without_userfaultfd(setting)
     program, path = setting.path("pagefaults"), setting.path("pagefaults.socket")
     source = os.path.join(os.path.dirname(__file__), "pagefaults.c")
     subprocess.run(["cc", "-O2", "-o", program, source], check=True)
@@ -110,12 +102,6 @@ def _restore_lazily(setting, vmm, words, handlers):
     restored = _start(setting, "restored", words, user)
     handler = {"backend_path": path, "backend_type": "Uffd"}
     return _load(restored, state, handler)
-
-
-def _is_permitted(user):
-    """Whether the kernel permits userfaultfd to the user as whom `user` runs a program."""
-    ask = "import ctypes; raise SystemExit(ctypes.CDLL(None).syscall(323, 0o2000000) < 0)"
-    return subprocess.run([*user, "/usr/bin/python3", "-c", ask], check=False).returncode == 0
 
 
 def _check_pages(setting, handler):

@@ -31,8 +31,10 @@
 //!   `UFFDIO_COPY_MODE_DONTWAKE` has provided its page.
 //! * A program that closes all its descriptors (`close_range`) closes slat's end of the sockets, too. Its memory that
 //!   is missing then never comes.
-//! * A process that serves another's userfaultfd, and has seccomp filters, has to allow `sendmsg`, `recvmsg`,
-//!   `recvfrom` and `socketpair`.
+//! * A thread with a seccomp filter that makes a userfaultfd has to allow `socketpair`, `bind`, `getsockname`, `fcntl`
+//!   and `recvmsg`, as cloud-hypervisor does. If another process serves the userfaultfd, that thread has to allow
+//!   `ppoll`, `recvfrom`, `sendto` and `sendmsg`, too, and the other process `sendmsg`, `recvmsg`, `recvfrom` and
+//!   `socketpair`.
 //! * A `read` of fewer than 32 bytes takes a part of an event, and `poll` reports no error for a descriptor that
 //!   blocks.
 

@@ -30,6 +30,13 @@ const FEATURES: u64 = {
         | WP_UNPOPULATED
 };
 
+/// The features that a program may ask for. cloud-hypervisor asks for `UFFD_FEATURE_MISSING_SHMEM` whatever its memory
+/// is. slat does not have this feature; so shared memory cannot be registered.
+const ACCEPTED: u64 = {
+    const MISSING_SHMEM: u64 = 1 << 5;
+    FEATURES | MISSING_SHMEM
+};
+
 /// `UFFDIO_COPY_MODE_DONTWAKE`, `UFFDIO_ZEROPAGE_MODE_DONTWAKE`.
 const DONT_WAKE: u64 = 1 << 0;
 /// `UFFDIO_COPY_MODE_WP`.
@@ -200,7 +207,7 @@ impl Request {
     fn begin(&mut self, handler: &Handler) -> Result<(), i32> {
         const UFFD_API: u64 = 0xaa;
         let [version, features, ..] = self.words;
-        only(features, FEATURES)?;
+        only(features, ACCEPTED)?;
         if version != UFFD_API {
             return Err(libc::EINVAL);
         }

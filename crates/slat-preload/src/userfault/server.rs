@@ -67,6 +67,41 @@ impl Served {
         drop(socket.take());
     }
 
+    /// Waits for messages. Returns for slat's end of the pair, and then for each channel, whether there may be one.
+    /// `None`: the call has failed.
+    fn wait(&self, channels: &[Opened]) -> Option<Vec<bool>> {
+        // `accept` waits itself, for its one socket. So a program that serves its own userfaultfd may have a filter
+        // that forbids ppoll to the thread that makes the userfaultfd, and so to this thread.
+        if channels.is_empty() {
+            return Some(vec![true]);
+        }
+        let sockets = [self.handler.socket].into_iter();
+        let sockets = sockets.chain(channels.iter().map(Opened::fd));
+        let mut polled: Vec<_> = sockets
+            .map(|fd| libc::pollfd {
+                fd,
+                events: libc::POLLIN,
+                revents: 0,
+            })
+            .collect();
+        // SAFETY: the array is live.
+        let answer = unsafe {
+            let (none, size) = (0usize, 8usize);
+            kernel!(
+                libc::SYS_ppoll,
+                polled.as_mut_ptr(),
+                polled.len(),
+                none,
+                none,
+                size
+            )
+        };
+        match answer {
+            Ok(_) | Err(libc::EINTR) => Some(polled.iter().map(|one| one.revents != 0).collect()),
+            Err(_) => None,
+        }
+    }
+
     /// Receives the descriptor of a new channel. `None`: all copies of the userfaultfd are closed.
     fn accept(&self) -> Option<Opened> {
         loop {
@@ -86,38 +121,13 @@ impl Background for Served {
     fn run(&'static self) {
         let mut channels: Vec<Opened> = Vec::new();
         let mut message = vec![0u8; size_of::<Request>() + MOST_CONTENT];
-        loop {
-            let sockets = [self.handler.socket].into_iter();
-            let sockets = sockets.chain(channels.iter().map(Opened::fd));
-            let mut polled: Vec<_> = sockets
-                .map(|fd| libc::pollfd {
-                    fd,
-                    events: libc::POLLIN,
-                    revents: 0,
-                })
-                .collect();
-            // SAFETY: the array is live.
-            let ready = unsafe {
-                let (none, size) = (0usize, 8usize);
-                kernel!(
-                    libc::SYS_ppoll,
-                    polled.as_mut_ptr(),
-                    polled.len(),
-                    none,
-                    none,
-                    size
-                )
-            };
-            match ready {
-                Ok(_) | Err(libc::EINTR) => {}
-                Err(_) => break,
-            }
+        while let Some(ready) = self.wait(&channels) {
             let mut index = 0;
             channels.retain(|channel| {
                 index += 1;
-                polled[index].revents == 0 || self.serve(channel, &mut message)
+                !ready[index] || self.serve(channel, &mut message)
             });
-            if polled[0].revents != 0 {
+            if ready[0] {
                 let Some(channel) = self.accept() else { break };
                 // The other process keeps a copy of slat's end, so that its own end stays open when this process ends:
                 // the kernel's userfaultfd does not tell of that, either.

@@ -42,6 +42,7 @@ on_both! {
     many_threads_wait_for_many_pages
     the_device_makes_a_descriptor
     threads_with_filters_wait_and_serve
+    a_thread_with_a_filter_makes_a_userfaultfd
     a_signal_is_handled_while_its_thread_waits
 }
 
@@ -549,17 +550,9 @@ mod client {
         assert_eq!(reader.join().unwrap(), 6);
     }
 
-    /// Installs a filter for this thread that makes calls fail: those by which slat serves userfaultfd.
-    fn forbid_calls() {
+    /// Installs a filter for this thread that makes the calls in `forbidden` fail, among them sendto.
+    fn forbid_calls(forbidden: &[i64]) {
         use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W};
-        let forbidden = [
-            libc::SYS_mprotect,
-            libc::SYS_madvise,
-            libc::SYS_pwrite64,
-            libc::SYS_sendto,
-            libc::SYS_sendmsg,
-            libc::SYS_socketpair,
-        ];
         let step = |code: u32, jt: u8, k: u32| libc::sock_filter {
             code: code as u16,
             jt,
@@ -601,12 +594,21 @@ mod client {
     #[ignore = "runs by itself"]
     fn threads_with_filters_wait_and_serve() {
         use std::sync::mpsc::channel;
+        // The calls by which slat serves userfaultfd.
+        let serving = [
+            libc::SYS_mprotect,
+            libc::SYS_madvise,
+            libc::SYS_pwrite64,
+            libc::SYS_sendto,
+            libc::SYS_sendmsg,
+            libc::SYS_socketpair,
+        ];
         let memory = map(3);
         let uffd = Uffd::new(FEATURE_WP);
         uffd.register(memory, 3 * PAGE, MODE_MISSING | MODE_WP);
         let (ready, is_ready) = channel();
         let server = thread::spawn(move || {
-            forbid_calls();
+            forbid_calls(&serving);
             ready.send(()).unwrap();
             uffd.fault(memory, 0);
             assert_eq!(uffd.copy(memory, &page_of(4)).0, Ok(()));
@@ -618,7 +620,7 @@ mod client {
         });
         is_ready.recv().unwrap();
         let client = thread::spawn(move || {
-            forbid_calls();
+            forbid_calls(&serving);
             assert_eq!(load(memory), 4);
             store(memory + PAGE, 6);
             // The handler has protected the first page when it has provided the second, or does so soon.
@@ -628,6 +630,30 @@ mod client {
         client.join().unwrap();
         server.join().unwrap();
         assert_eq!((load(memory), load(memory + PAGE)), (7, 6));
+    }
+
+    /// cloud-hypervisor makes its userfaultfd so. Its filter forbids ppoll, and allows the calls that make a pair of
+    /// sockets.
+    #[test]
+    #[ignore = "runs by itself"]
+    fn a_thread_with_a_filter_makes_a_userfaultfd() {
+        const MISSING_SHMEM: u64 = 1 << 5;
+        drop(Uffd::new(0));
+        let memory = map(1);
+        let server = thread::spawn(move || {
+            forbid_calls(&[libc::SYS_sendto, libc::SYS_ppoll]);
+            let uffd = Uffd::open().unwrap();
+            let (result, _) = uffd.request(API, [0xaa, MISSING_SHMEM, 0, 0, 0]);
+            assert_eq!(result, Ok(()));
+            uffd.register(memory, PAGE, MODE_MISSING);
+            let reader = thread::spawn(move || load(memory));
+            uffd.fault(memory, 0);
+            // If the thread that serves the userfaultfd has ended, the memory is not missing any more.
+            thread::sleep(std::time::Duration::from_millis(100));
+            assert_eq!(uffd.copy(memory, &page_of(4)).0, Ok(()));
+            assert_eq!(reader.join().unwrap(), 4);
+        });
+        server.join().unwrap();
     }
 
     static HANDLED: AtomicBool = AtomicBool::new(false);
