@@ -39,12 +39,8 @@ pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
 
 /// Creates a VM like [`vm_on`]'s, with tables of format `F` that `mmu` makes.
 pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
-    let host = Bare {
-        frames: Frames::default(),
-        level,
-    };
     let config = Config::default().with_mmu(mmu);
-    let vm = Vm::new(Arc::new(host), config).expect("frames for the root");
+    let vm = Vm::new(Arc::new(Bare::new(level)), config).expect("frames for the root");
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
     vm
 }
@@ -66,6 +62,14 @@ pub fn set<F: Format>(vm: &Vm<Bare, F>, region: &Region) -> Result<(), RegionErr
 }
 
 impl Bare {
+    /// Makes a host that maps its memory by pages of `level`.
+    pub fn new(level: Level) -> Self {
+        Bare {
+            frames: Frames::default(),
+            level,
+        }
+    }
+
     fn page(&self, backing: Hva) -> HostPage {
         HostPage::new(Pfn(backing.0 >> PAGE_SHIFT), self.level)
     }

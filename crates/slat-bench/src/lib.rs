@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn an_experiment_needs_a_guest_or_every_architecture_has_it() {
-        let everywhere = ["memslots", "split", "waits", "faults"];
+        let everywhere = ["memslots", "split", "waits", "snapshot", "faults"];
         let mut names: Vec<_> = everywhere
             .into_iter()
             .chain(experiments::WITH_GUESTS.iter().copied())

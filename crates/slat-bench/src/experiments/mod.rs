@@ -4,6 +4,7 @@
 pub mod a64;
 pub mod faults;
 pub mod memslots;
+pub mod snapshot;
 pub mod split;
 pub mod waits;
 

@@ -1,7 +1,7 @@
 //! AArch64: only the experiments that run on the engine or the processor alone. No KVM programs with guests of arm64
 //! exist yet.
 
-use crate::experiments::{a64, faults, memslots, split, waits};
+use crate::experiments::{a64, faults, memslots, snapshot, split, waits};
 use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure};
 
@@ -10,6 +10,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     MEMSLOTS,
     split::EXPERIMENT,
     waits::EXPERIMENT,
+    snapshot::EXPERIMENT,
     faults::EXPERIMENT,
     a64::EXPERIMENT,
 ];

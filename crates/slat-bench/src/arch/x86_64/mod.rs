@@ -15,7 +15,7 @@ mod qemu;
 use slat::MmuKind;
 
 use crate::compared::REAL_KVM;
-use crate::experiments::{faults, split, waits};
+use crate::experiments::{faults, snapshot, split, waits};
 use crate::rounds::Size;
 use crate::{Experiment, Failure};
 use experiments::exit;
@@ -31,6 +31,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     split::EXPERIMENT,
     experiments::dirty::EXPERIMENT,
     waits::EXPERIMENT,
+    snapshot::EXPERIMENT,
     faults::EXPERIMENT,
     experiments::nested::EXPERIMENT,
     experiments::clone::EXPERIMENT,
