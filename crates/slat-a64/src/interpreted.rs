@@ -5,9 +5,9 @@ use crate::hypervisor::Hypervisor;
 use crate::ran::Ran;
 use crate::state::State;
 
-/// A processor's compiled code: there is none.
+/// The place of a processor's compiled code in a build without a compiler. Contains no code.
 pub(crate) struct Compiled {
-    /// The number of instructions that compiled code has executed.
+    /// The number of instructions that compiled code has executed: always 0 in this build.
     pub(crate) instructions: u64,
 }
 
@@ -16,7 +16,7 @@ impl Compiled {
         Self { instructions: 0 }
     }
 
-    /// Whether the processor has a compiler: never, in a build without one.
+    /// Returns `false`: in this build, no processor has a compiler.
     #[inline(always)]
     pub(crate) fn is_attached(&self) -> bool {
         false

@@ -48,7 +48,7 @@ fn open(path: &Path) -> Option<File> {
 
 /// A question to a process, and the function that parses the reply.
 pub struct Question<A> {
-    /// The words that are sent to a process as the question.
+    /// The text that is sent to a process.
     pub words: String,
     /// Parses the lines of the reply between the first line and the last one. Returns `None` if a line does not have
     /// the expected form.

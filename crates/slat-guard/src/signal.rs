@@ -227,7 +227,8 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
     // SAFETY: all-zero is a valid `sigaction`.
     let mut out: libc::sigaction = unsafe { mem::zeroed() };
     out.sa_sigaction = action.handler;
-    // Leave out the flag for the restorer, which the C library does not show. All other flags fit into an `int`.
+    // Leave out SA_RESTORER, because the C library's `sigaction` never returns this flag. All other flags fit into an
+    // `int`.
     out.sa_flags = (action.flags & !SA_RESTORER) as i32;
     // SAFETY: the C library's signal set is larger, and begins with the kernel's 64 bits.
     unsafe { ptr::write((&raw mut out.sa_mask).cast::<u64>(), action.mask) };
@@ -504,7 +505,8 @@ mod loom_tests {
         });
     }
 
-    /// A thread that replaces an action must get all fields of the old action, even if another thread has set it.
+    /// Two threads each replace the action. Each thread must get, with all its fields, the action that was in force
+    /// directly before its own, even if the other thread has set that action.
     #[test]
     fn each_of_two_threads_gets_the_action_that_it_has_replaced() {
         loom::model(|| {

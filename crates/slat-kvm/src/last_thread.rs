@@ -68,7 +68,8 @@ struct State {
 }
 
 impl State {
-    /// Reads the state from `file`, the opened `/proc/self/stat`. `None`: the file cannot be read.
+    /// Reads the process's state from `file`, which is `/proc/self/stat`. `None`: the read fails, or a field is missing
+    /// or is not a number.
     fn read(file: &std::fs::File) -> Option<Self> {
         // These are positions of fields in proc_pid_stat(5), counted from the field after the name.
         const STATE: usize = 0;

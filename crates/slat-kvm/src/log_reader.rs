@@ -27,14 +27,15 @@ pub const DEVICE: u32 = 0x736c_0001;
 pub const EPOCH: u32 = 0;
 /// Begins an epoch.
 pub const BEGIN: u64 = 0;
-/// Ends the epoch. Its pages were handled.
+/// Ends the epoch, whose pages the client has saved.
 pub const COMMIT: u64 = 1;
-/// Ends the epoch. Its pages are in the next epoch, too.
+/// Ends the epoch, whose pages the client has not saved: the next epoch has them, too.
 pub const ABORT: u64 = 2;
 /// The group of the attribute that returns the pages of the epoch.
 pub const RANGES: u32 = 1;
 
-/// A request for the dirty pages of the epoch; in C `struct slat_dirty_ranges`.
+/// The argument of a get of [`RANGES`], which asks for the pages that are dirty in the current epoch. In C it is
+/// `struct slat_dirty_ranges`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RangesRequest {

@@ -46,14 +46,14 @@ impl Tally {
         "access that the mapping allows",
         "access that the mapping does not allow",
     ];
-    /// The names that a run with [`MmuKind::Tdp`](slat::MmuKind) must also count.
+    /// The names of the events that must also occur in a run with [`MmuKind::Tdp`](slat::MmuKind).
     pub const OF_TDP: [&'static str; 4] = [
         "still mapped when several slots were set",
         "still mapped when logging ended",
         "huge page recovered",
         "huge page promoted",
     ];
-    /// The names that a run with rings must also count.
+    /// The names of the events that must also occur in a run with dirty rings.
     pub const OF_RINGS: [&'static str; 4] = [
         "ring pushed",
         "ring full",

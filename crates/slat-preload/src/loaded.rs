@@ -23,7 +23,8 @@ pub fn is_loaded() -> bool {
     OWN.get().is_some()
 }
 
-/// Returns the program's file if `path` is `/proc/self/exe` or an equal link.
+/// Returns the path of the program's file if `path` is `/proc/self/exe`, or another name of this link: with
+/// `thread-self` or this process's id in place of `self`.
 pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     let own = OWN.get()?;
     let name = text(path)?.to_bytes();
@@ -36,8 +37,8 @@ pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     is_own.then_some(own)
 }
 
-/// Returns a copy of a call. If its path is `/proc/self/exe` or an equal link, the copy has the path of the program's
-/// file instead.
+/// Returns the system call `number` with `arguments`. If the call's path is `/proc/self/exe`, or another name of this
+/// link, the returned call has the path of the program's file instead.
 pub fn with_own_path(number: i64, arguments: [usize; 6]) -> Call {
     let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
     let (newer, mut with_directory) = calls::newer(number, arguments);

@@ -12,8 +12,9 @@ use crate::arch::gate::{BYTES, call_at, exempted, own};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether slat's own threads enter the kernel at `exempted`, because a filter that applies to them allows all calls
-/// from this address ([`exempt`]).
+/// Whether slat's own threads make their system calls with the instruction in `exempted`. [`exempt`] sets this word when
+/// the program installs a seccomp filter for all threads: slat then extends the filter, so that it allows all calls
+/// from this instruction.
 static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 
 /// Makes slat's own threads enter the kernel at an instruction that no other thread uses. Returns the range of

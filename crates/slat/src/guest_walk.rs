@@ -46,7 +46,8 @@ pub struct GuestPaging {
     /// PKRU if CR4.PKE is set, else 0. It tells which accesses to user pages each protection key forbids.
     pub pkru: u32,
     /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them into registers. `None`: they are
-    /// in memory, and the walk reads them.
+    /// in memory, and each walk reads them. Then the shadow MMU translates as the guest's tables do, but installs no
+    /// shadow leaves: [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) walks the guest's tables each time.
     pub pdptes: Option<[u64; 4]>,
     /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,

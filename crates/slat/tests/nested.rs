@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use guest::{HUGE, Memory, USED, paging};
 use slat::format::{Npt5, Stage2};
-use slat::guest_walk::GuestPaging;
+use slat::guest_walk::{GuestPaging, Mode};
 use slat::{
     Access::{self, *},
     Config, CreateVmError, DirtyLogMethod, DirtyLogReads, Ept, Format, Gfn, Gpa, Level, MmuKind,
@@ -73,14 +73,37 @@ impl<F: Format> Guest<F> {
             reserves_table_global: true,
             ..paging(TABLES[0] << 12)
         };
+        self.try_with(&paging, gpa, access)
+    }
+
+    /// Makes an access of L2, whose second level is L1's tables in the state `paging`.
+    fn try_with(&mut self, paging: &GuestPaging, gpa: u64, access: Access) -> Accessed {
         let mut words = self.memory.words();
         let mut vcpu = self.vcpu.enter(0);
         loop {
-            match vcpu.translate_virtual(gpa, access, &paging, &mut words) {
+            match vcpu.translate_virtual(gpa, access, paging, &mut words) {
                 Err(VirtualStop::Stop(Stop::Retry)) => vcpu.quiesce(),
                 answer => return answer,
             }
         }
+    }
+
+    /// Makes the table of level 3 the page-directory-pointer entries of PAE tables. Returns the paging state without
+    /// these entries, and the state with them.
+    fn pae(&mut self) -> (GuestPaging, GuestPaging) {
+        const PRESENT: u64 = 1;
+        let pointer = TABLES[2] << 12 | PRESENT;
+        self.memory.put(TABLES[1], 0, pointer);
+        let in_memory = GuestPaging {
+            mode: Mode::Pae,
+            reserves_table_global: true,
+            ..paging(TABLES[1] << 12)
+        };
+        let in_registers = GuestPaging {
+            pdptes: Some([pointer, 0, 0, 0]),
+            ..in_memory
+        };
+        (in_memory, in_registers)
     }
 
     /// Returns the frame of L1 that an access of L2 reaches.
@@ -277,6 +300,48 @@ fn l2_finds_a_device_without_a_look_up() {
         assert_eq!(guest.try_l2(DEVICE + 8, Write), mmio);
         let counted = guest.vm.stats().since(&before);
         assert_eq!((counted.mmio_cached, counted.slot_lookups), (1, 0));
+    });
+}
+
+/// L1 is a 32-bit hypervisor with PAE paging. Its page-directory-pointer entries are in memory, and no register holds
+/// them.
+#[test]
+fn l2_reaches_memory_below_pae_pointers_in_memory_without_a_shadow_leaf() {
+    for_each_guest!(Level::PAGE, guest => {
+        let (in_memory, _) = guest.pae();
+        for access in [Read, Write] {
+            let page = guest.try_with(&in_memory, 0, access).unwrap();
+            assert_eq!(HostMemory::identify(page.host.pfn()).0, DATA);
+            // The access has left no shadow leaf: the next one is a fault again.
+            let before = guest.vm.stats();
+            assert_eq!(guest.try_with(&in_memory, 0, access).unwrap(), page);
+            assert_eq!(guest.vm.stats().since(&before).pf_taken, 1);
+        }
+        let before = guest.vm.stats();
+        guest.memory.put(TABLES[1], 0, 0);
+        let gone = guest.try_with(&in_memory, 0, Read);
+        assert!(matches!(gone, Err(VirtualStop::PageFault { .. })), "{gone:?}");
+        assert_eq!(guest.vm.stats().since(&before).pf_guest, 1);
+    });
+}
+
+/// A caller that has read the page-directory-pointer entries gets shadow leaves.
+#[test]
+fn l2_gets_shadow_leaves_below_pae_pointers_that_the_caller_has_read() {
+    for_each_guest!(Level::PAGE, guest => {
+        let (_, in_registers) = guest.pae();
+        let page = guest.try_with(&in_registers, 0, Write).unwrap();
+        assert_eq!(HostMemory::identify(page.host.pfn()).0, DATA);
+        let before = guest.vm.stats();
+        assert_eq!(guest.try_with(&in_registers, 0, Write).unwrap(), page);
+        assert_eq!(guest.vm.stats().since(&before).pf_taken, 0);
+        // Another entry begins at another root.
+        let other = GuestPaging {
+            pdptes: Some([0; 4]),
+            ..in_registers
+        };
+        let gone = guest.try_with(&other, 0, Read);
+        assert!(matches!(gone, Err(VirtualStop::PageFault { .. })), "{gone:?}");
     });
 }
 

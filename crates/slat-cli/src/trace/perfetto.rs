@@ -220,9 +220,10 @@ struct Track<'t> {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Slice {
-    /// An activity of the vCPU: when one activity ends, the next one begins.
+    /// What the vCPU's thread does: it runs the guest, handles an exit, or is in the client. The end of such a slice is
+    /// the beginning of the next one.
     Vcpu,
-    /// A flush: a slice within an activity, or on a thread that runs no vCPU.
+    /// A flush. The slice is within a slice of the vCPU, or on the track of a thread that runs no vCPU.
     Flush,
 }
 

@@ -23,8 +23,8 @@ fn write(timers: &mut Timers, index: u32, value: u64) {
     timers.write(index, value, Writer::Guest, ALL).unwrap();
 }
 
-/// Runs the timers at the moment `reference` of the reference clock. Each notice gets the result `delivery`. Returns
-/// the notices.
+/// Lets the timers expire whose time is not after `reference`, a time of the reference clock. Returns the notices that
+/// the timers deliver. The result of each delivery is `delivery`.
 fn run(timers: &mut Timers, reference: u64, delivery: Delivery) -> Vec<Notice> {
     let mut notices = Vec::new();
     timers.tick(at(reference).host);

@@ -226,11 +226,12 @@ impl PicState {
         }
     }
 
-    /// Carries out ICW1. Drops the requests of edges that wait, and ends the interrupts in service. Returns the inputs
-    /// of these requests and interrupts, because no later command ends them.
+    /// Carries out ICW1. Drops the pending requests of edge-triggered inputs, and ends all interrupts in service.
+    /// Returns a mask of the inputs of these requests and interrupts. The caller must report their end now, because
+    /// the guest sends no EOI for them.
     ///
-    /// As in KVM, if a line is high and is raised again afterwards, that counts as an edge. In the data sheet, the line
-    /// has to fall first.
+    /// As in KVM, a line that is high during ICW1 counts as low: if the line is raised again before it falls, that is
+    /// an edge. According to the data sheet, the line has to fall first.
     fn initialize(&mut self, icw1: u8) -> u8 {
         let ended = self.isr | self.irr & !self.elcr;
         self.last_irr = 0;

@@ -57,7 +57,7 @@ struct Observer {
     answered: Condvar,
     /// Whether the observer sleeps until it is called.
     parked: AtomicBool,
-    /// Whether the observer cannot read. Then the guest does not get the feature.
+    /// Whether the observer cannot read the threads' waiting times. Then slat does not offer steal time to guests.
     failed: AtomicBool,
 }
 

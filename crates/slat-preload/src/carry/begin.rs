@@ -409,8 +409,8 @@ unsafe extern "C" fn end(sp: usize) -> usize {
     entry
 }
 
-/// The function to which the dynamic linker jumps after it has linked this library. From then on, this library starts
-/// as if the kernel had found the dynamic linker.
+/// The code to which the dynamic linker jumps after it has linked this library. Calls [`end`], and jumps to the
+/// library's entry point. The library then starts as it does if the kernel itself has loaded the dynamic linker.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
     finish!(end)

@@ -133,9 +133,11 @@ pub struct Rule {
     pub controllers: Controllers,
     /// Whether the guest has CPUID leaves.
     pub cpuid: bool,
-    /// The argument of the request, before [`with`](Self::with) changes it, and before the field is set.
+    /// The argument with which a test begins: [`with`](Self::with) changes some of its fields, and then the test sets
+    /// the tested field.
     pub argument: Argument,
-    /// Sets, in the bytes of the argument, the other fields on which the rule depends.
+    /// Called with the bytes of the argument before the tested field is set. Sets those other fields on which the rule
+    /// depends.
     pub with: fn(&mut [u8]),
     /// The offset and the number of bytes of the field.
     pub field: (usize, usize),

@@ -11,8 +11,9 @@
 //! [`super::FairLock`]. [`looked_at`] checks the second count in every walk. (The checks are a feature because counting
 //! for each thread needs `std`. Builds for loom do not count.)
 
-/// The number of entries that an operation may read in one reader section: this takes about 50 us. In builds with the
-/// checks, the limit is low, so that the operations of tests also need many sections.
+/// The number of page-table entries that an operation may read in one reader section. Reading so many takes about
+/// 50 us. In builds with the checks, the limit is low, so that operations on the small VMs of tests also need several
+/// reader sections.
 pub(crate) const MOST_ENTRIES: u32 = if COUNTED { 40 } else { 4096 };
 
 const COUNTED: bool = cfg!(all(

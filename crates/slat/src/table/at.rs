@@ -46,7 +46,8 @@ pub(crate) trait Listed {
 }
 
 impl At<'_> {
-    /// Returns the meaning of [`bits`](Self::bits). If the path to the entry is write-protected, a leaf is, too.
+    /// Decodes [`bits`](Self::bits). If an entry on the path to the table is write-protected, returns a leaf without
+    /// the right to write.
     #[inline]
     pub(crate) fn decode<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.below_protected)

@@ -179,10 +179,11 @@ pub(crate) trait ByGfn {
     fn check(&self) -> Result<(), String>;
 }
 
-/// Adjacent entries of one level that [`ByGfn::age`] has read. In the masks, bit n is for entry n.
+/// Up to 64 adjacent entries of one table that [`ByGfn::age`] has read. In the masks, bit n is for the entry n after the
+/// first one.
 #[derive(Clone, Copy)]
 pub(crate) struct Aged {
-    /// The first frame of the first of these entries.
+    /// The lowest guest frame that the first entry translates.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
     /// Mask of the entries that are leaves.

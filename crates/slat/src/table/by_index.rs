@@ -26,8 +26,9 @@ pub(crate) enum Installed {
 /// The reason why nothing was installed. The fault must do what the variant's comment says, and then begin again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
-    /// `valid` returned `false`: wait for the end of the cause (an invalidation, or a slot's move or deletion), and
-    /// look up slot and page again.
+    /// What the fault has found (slot, host page, level, or guest entries) does not hold any more. Most often the
+    /// fault's check `valid`, made under the lock of the table, has returned `false`, because of an invalidation, or a
+    /// slot's move or deletion. If that still runs, wait for its end. Then look up slot and page again.
     Stale,
     /// The frames or records that were allocated in advance are used up: allocate more.
     Unprepared,
@@ -136,8 +137,9 @@ pub(crate) struct Found<'t> {
 }
 
 impl Found<'_> {
-    /// Returns the meaning of the entry. A leaf below a write-protected entry is write-protected. Never returns
-    /// [`Entry::Table`].
+    /// Decodes the entry. If an entry on the path to the table is write-protected, returns a leaf without the right to
+    /// write. Returns [`Entry::Table`] only for a walk that was to end above level 1 (`level` of
+    /// [`Cursor::find`](super::Cursor::find)).
     #[inline]
     pub(crate) fn entry<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.is_protected::<F>())

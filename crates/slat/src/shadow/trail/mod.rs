@@ -135,15 +135,16 @@ pub(crate) struct Trail {
     /// The rights to the page that the guest's tables grant.
     pub(crate) rights: PageRights,
     pub(crate) seen: Seen,
-    /// Indexed by level - 1: whether the shadow page was compared with its guest table after the guest's entry above
-    /// was read.
+    /// For each level (index: level - 1), whether the fault has compared the shadow page of this level with its guest
+    /// table ([`was_compared`](Self::was_compared)) since the walk read the guest's entry that refers to this table.
     pub(crate) compared: [bool; LEVELS],
 }
 
 impl Trail {
     /// Makes the trail of a walk to `gva` for `access` that has found `path`, and has set the accessed and dirty flags
-    /// of the guest's entries. `None`: an entry means something else for the walk than for a shadow page (no such entry
-    /// is known).
+    /// of the guest's entries. `None`: no shadow page can be the root of such walks, because the
+    /// page-directory-pointer entries of PAE paging are in memory ([`GuestPaging::root_table`]); or an entry means
+    /// something else for the walk than for a shadow page (no such entry is known).
     pub(crate) fn new(
         paging: &GuestPaging,
         gva: u64,

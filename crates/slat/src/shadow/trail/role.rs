@@ -87,7 +87,8 @@ impl Role {
     }
 
     /// Returns the frame and the role of the shadow page at which walks to `gva` begin in the state `paging`. `None`:
-    /// these walks fault at a page-directory-pointer entry.
+    /// with PAE paging, these walks fault at a page-directory-pointer entry, or the caller has not read these entries
+    /// from memory ([`GuestPaging::pdptes`]).
     pub(crate) fn root(paging: &GuestPaging, gva: u64) -> Option<(Gfn, Role)> {
         let mode = match paging.mode {
             Mode::Level4 => Mode::Level5,

@@ -36,8 +36,9 @@ impl VcpuMachine {
         }
     }
 
-    /// Adds the time that was stolen since the last call to the guest's structure. A structure that is not in memory is
-    /// skipped. Call inside the engine's reader section.
+    /// Adds to the guest's structure the stolen time that the structure does not contain yet. If the structure is not in
+    /// accessible memory, changes nothing; a later call then adds this time, too. Call inside the engine's reader
+    /// section.
     pub(crate) fn write_steal_time(&mut self) {
         let Some(address) = self.stolen_time else {
             return;
