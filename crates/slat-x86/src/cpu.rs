@@ -180,8 +180,8 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops the translations of the page at `lin`, which may be a large page. Translations of code stay valid if the
-    /// page is small and has had no code.
+    /// Drops the translations `which` of the guest's page that contains `lin`, and makes the CPU translate the address
+    /// of this page's code again. If the page may be a large one, the CPU translates the addresses of all code again.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {

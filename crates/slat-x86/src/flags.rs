@@ -117,7 +117,7 @@ impl Readable for Read<'_> {
                 aux: Some(lazy.given & GIVEN_AF != 0),
                 result,
             },
-            _ => Flags::Recorded,
+            _ => Flags::InCpu,
         }
     }
     #[inline(always)]
@@ -141,7 +141,7 @@ impl Cpu {
     pub(crate) fn note<T: Int>(&mut self, flags: FlagsOf<Now<T>>) {
         let lazy = &mut self.lazy;
         let (kind, result) = match flags {
-            Flags::Recorded => return,
+            Flags::InCpu => return,
             Flags::Add { a, result } => {
                 (lazy.x, lazy.y) = (result.zx(), a.zx());
                 lazy.kind = ADD | T::SIZE;

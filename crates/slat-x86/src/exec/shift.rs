@@ -24,7 +24,7 @@ fn change<T: Int>(
     shift: impl Fn(T, T) -> (T, FlagsOf<Now<T>>) + Copy,
 ) -> Flow {
     let apply = move |a| match count {
-        0 => (a, Flags::Recorded),
+        0 => (a, Flags::InCpu),
         _ => shift(a, T::of(count)),
     };
     let flags = if op.r[0] == MEM {

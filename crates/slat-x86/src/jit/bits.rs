@@ -82,7 +82,7 @@ impl Translator<'_> {
             return None;
         }
         let (fill, count) = (self.get(op.r[1], size), self.immediate(size, count));
-        let mut flags = Flags::Recorded;
+        let mut flags = Flags::InCpu;
         self.change(op, |this, a| {
             let (result, of_result) = match op.mnemonic {
                 Mnemonic::Shld => shift::shld(this, a, fill, count),

@@ -74,7 +74,7 @@ impl Translator<'_> {
     /// Writes the flags to RFLAGS, instead of a record, before a block that begins with ADCX or ADOX. Without this, a
     /// loop of ADCX or ADOX would call a helper in each iteration.
     pub(super) fn write_rflags(&mut self) {
-        if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
+        if let Flags::InCpu | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();
         }
         let flags = [
@@ -92,7 +92,7 @@ impl Translator<'_> {
     /// Returns CF, for an instruction that leaves CF unchanged.
     pub(super) fn kept_carry(&mut self) -> Carry {
         match self.now.flags {
-            Flags::Recorded => Carry::Recorded,
+            Flags::InCpu => Carry::InCpu,
             Flags::Inc { carry, .. } | Flags::Dec { carry, .. } => carry,
             _ => Carry::Is(self.carry()),
         }
@@ -100,7 +100,7 @@ impl Translator<'_> {
 
     /// Call after an instruction that has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
-        if let Flags::Recorded = flags {
+        if let Flags::InCpu = flags {
             return;
         }
         let flags = self.completed(flags);
@@ -126,11 +126,11 @@ impl Translator<'_> {
         self.now.has_changed = true;
         use Comparison::*;
         let kept = |carry| match carry {
-            Carry::Recorded => Stays,
+            Carry::InCpu => Stays,
             Carry::Is(carry) => Is(carry),
         };
         let (kind, carry, sized) = match flags {
-            Flags::Recorded => return,
+            Flags::InCpu => return,
             Flags::Add { a, result } => (flags::ADD, Of(result, a), result),
             Flags::Sub { a, b, result } => (flags::SUB, Of(a, b), result),
             Flags::Logic { carry, result } => (flags::LOGIC, carry.map_or(Never, Is), result),
@@ -257,7 +257,7 @@ impl Translator<'_> {
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
             // One call of a helper computes such a condition, even if it depends on several flags.
-            Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
+            Flags::InCpu if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }
     }
@@ -290,7 +290,7 @@ impl Readable for Translator<'_> {
     }
     fn kept(&mut self, carry: Carry) -> Value {
         match carry {
-            Carry::Recorded => self.recorded(CF),
+            Carry::InCpu => self.recorded(CF),
             Carry::Is(carry) => carry,
         }
     }

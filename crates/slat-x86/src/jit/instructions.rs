@@ -272,7 +272,7 @@ impl Translator<'_> {
     fn exchange_and_add(&mut self, op: &Op) {
         let (other, size) = (op.r[1], op.size);
         let (value, no) = (self.get(other, size), self.no());
-        let mut flags = Flags::Recorded;
+        let mut flags = Flags::InCpu;
         let (old, new) = self.change(op, |this, old| {
             let (result, of_result) = alu::Add::apply(this, old, value, no);
             flags = of_result;
@@ -318,7 +318,7 @@ impl Translator<'_> {
     pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
         let input = self.input_of::<A>();
         let flags = if A::WRITES {
-            let mut flags = Flags::Recorded;
+            let mut flags = Flags::InCpu;
             self.change(op, |this, a| {
                 let (result, of_result) = A::apply(this, a, b, input);
                 flags = of_result;
@@ -384,7 +384,7 @@ impl Translator<'_> {
         self.record(flags);
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);
-        self.now.flags = Flags::Recorded;
+        self.now.flags = Flags::InCpu;
         Some(())
     }
 

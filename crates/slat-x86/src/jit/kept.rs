@@ -11,8 +11,8 @@ pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 /// CF, in the flags of an instruction that does not change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Carry {
-    /// CF is in the CPU's record.
-    Recorded,
+    /// CF is the one that the CPU holds.
+    InCpu,
     /// CF is this value: 8 bits that are 0 or 1.
     Is(Value),
 }

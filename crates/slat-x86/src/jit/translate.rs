@@ -142,7 +142,7 @@ impl Now {
             gpr: [None; 16],
             changed: 0,
             vectors: Vectors::default(),
-            flags: Flags::Recorded,
+            flags: Flags::InCpu,
             are_flags_recorded: true,
             has_floats: false,
             last_access: None,
@@ -538,7 +538,7 @@ impl<'a> Translator<'a> {
         self.now.has_changed = true;
         self.now.has_floats = false;
         self.now.last_access = None;
-        self.now.flags = Flags::Recorded;
+        self.now.flags = Flags::InCpu;
         for (r, may_write) in registers(&mut self.factory, insn) {
             if may_write {
                 self.now.gpr[r] = None;

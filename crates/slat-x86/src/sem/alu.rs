@@ -49,7 +49,7 @@ operations! {
         let (zero, result) = (c.number(0, a), c.neg(a));
         (result, Flags::Sub { a: zero, b: a, result })
     }
-    Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
+    Not |c, a, _b, _carry| (c.not(a), Flags::InCpu)
     // This is IMUL with two or three operands.
     Imul |c, a, b, _carry| {
         let halves = c.product(a, b, true);

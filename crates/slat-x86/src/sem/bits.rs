@@ -76,18 +76,18 @@ operations! {
         logic(low_bits(c, field, n).0)
     }
 
-    Rorx |c, a, n, _carry| (c.ror(a, n), Flags::Recorded)
+    Rorx |c, a, n, _carry| (c.ror(a, n), Flags::InCpu)
     Shlx |c, a, n, _carry| {
         let n = modulo(c, n);
-        (c.shl(a, n), Flags::Recorded)
+        (c.shl(a, n), Flags::InCpu)
     }
     Shrx |c, a, n, _carry| {
         let n = modulo(c, n);
-        (c.shr(a, n), Flags::Recorded)
+        (c.shr(a, n), Flags::InCpu)
     }
     Sarx |c, a, n, _carry| {
         let n = modulo(c, n);
-        (c.sar(a, n), Flags::Recorded)
+        (c.sar(a, n), Flags::InCpu)
     }
 }
 

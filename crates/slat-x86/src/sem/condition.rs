@@ -15,8 +15,8 @@ pub(crate) const CARRY: u8 = 2;
 pub(crate) trait Readable: Bits + Sized {
     /// Returns the last operation that has set the flags.
     fn flags(&mut self) -> FlagsOf<Self>;
-    /// Returns flag CF, PF, ZF, SF or OF from the CPU's record. Called for [`Flags::Recorded`], when the last operation
-    /// is not known.
+    /// Returns flag CF, PF, ZF, SF or OF from the CPU: from its record of the last operation, or from RFLAGS. Called for
+    /// a flag that [`flags`](Self::flags) leaves to the CPU ([`Flags::InCpu`]).
     fn recorded(&mut self, flag: u64) -> Self::Bool;
     /// Returns CF, which the last operation has left unchanged.
     fn kept(&mut self, carry: Self::Kept) -> Self::Bool;
@@ -39,7 +39,7 @@ pub(crate) trait Readable: Bits + Sized {
             | Flags::Rotated {
                 carry: Some(carry), ..
             } => carry,
-            Flags::Recorded | Flags::Rotated { carry: None, .. } => self.recorded(CF),
+            Flags::InCpu | Flags::Rotated { carry: None, .. } => self.recorded(CF),
         }
     }
 
@@ -90,7 +90,7 @@ pub(crate) trait Readable: Bits + Sized {
                 overflow: Some(overflow),
                 ..
             } => return overflow,
-            Flags::Recorded | Flags::Rotated { overflow: None, .. } => return self.recorded(OF),
+            Flags::InCpu | Flags::Rotated { overflow: None, .. } => return self.recorded(OF),
             // `a + b = result` means `result - b = a`: compute the OF of that subtraction.
             Flags::Add { a, result } => {
                 let b = self.sub(result, a);
@@ -139,7 +139,7 @@ pub(crate) trait Readable: Bits + Sized {
             }
             Flags::Given { aux, .. } => return aux,
             Flags::Logic { .. } | Flags::Shl { .. } | Flags::Shr { .. } => return None,
-            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => return None,
+            Flags::InCpu | Flags::Compared { .. } | Flags::Rotated { .. } => return None,
         };
         Some(self.bit(changed, 4))
     }

@@ -138,8 +138,11 @@ pub(crate) fn two_sums<C: Compute>(
 /// computed when an instruction reads it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
-    /// The flags do not change. For the compiler, it means that the flags are in the CPU's record.
-    Recorded,
+    /// The flags are those that the CPU holds. As the result of an instruction: the instruction changes no flag. As the
+    /// source of flags ([`Readable::flags`](condition::Readable::flags)): no value is known from which to compute a
+    /// flag, so it is read from the CPU: by the interpreter from RFLAGS, because the CPU has no record; by the compiler
+    /// from the record, or from RFLAGS if there is none.
+    InCpu,
     Add {
         a: V,
         result: V,
@@ -195,7 +198,7 @@ impl<V: Copy, B, K> Flags<V, B, K> {
     /// Returns the result from which ZF, SF and PF are computed, if they are.
     pub(crate) fn result(&self) -> Option<V> {
         match *self {
-            Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
+            Flags::InCpu | Flags::Compared { .. } | Flags::Rotated { .. } => None,
             Flags::Add { result, .. }
             | Flags::Sub { result, .. }
             | Flags::Logic { result, .. }
@@ -244,7 +247,7 @@ pub(crate) fn flag_use<A: Operation>() -> FlagUse {
     let (_, flags) = A::apply(&mut Now::<u32>::new(), 1, 1, false);
     match flags {
         _ if A::READS.is_some() => FlagUse::Depends,
-        Flags::Recorded => FlagUse::Nothing,
+        Flags::InCpu => FlagUse::Nothing,
         Flags::Inc { .. } | Flags::Dec { .. } | Flags::Rotated { .. } => FlagUse::Depends,
         Flags::Add { .. }
         | Flags::Sub { .. }
