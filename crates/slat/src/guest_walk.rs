@@ -320,7 +320,7 @@ impl PageRights {
 }
 
 /// The entries that a walk read on the way to a page.
-pub(crate) struct Path {
+pub(crate) struct GuestPath {
     /// Address and value of each entry that has an accessed flag, from the root down. A value is from before the walk
     /// set flags in the entry.
     entries: [(Gpa, u64); 5],
@@ -328,7 +328,7 @@ pub(crate) struct Path {
     rights: PageRights,
 }
 
-impl Path {
+impl GuestPath {
     /// Returns the address and the value of each entry on the path, from the root down, without a
     /// page-directory-pointer entry of PAE.
     pub(crate) fn entries(&self) -> &[(Gpa, u64)] {
@@ -356,7 +356,7 @@ pub(crate) fn walk_with_path<T: GuestTables>(
     paging: &GuestPaging,
     gva: u64,
     access: Access,
-) -> Result<(GuestPage, Path), WalkError<T::Error>> {
+) -> Result<(GuestPage, GuestPath), WalkError<T::Error>> {
     loop {
         if let Some(found) = attempt(tables, paging, gva, access)? {
             return Ok(found);
@@ -370,14 +370,14 @@ fn attempt<T: GuestTables>(
     paging: &GuestPaging,
     gva: u64,
     access: Access,
-) -> Result<Option<(GuestPage, Path)>, WalkError<T::Error>> {
+) -> Result<Option<(GuestPage, GuestPath)>, WalkError<T::Error>> {
     let shape = Shape::of(paging);
     let fault = |extra: u32| {
         Err(WalkError::PageFault {
             code: extra | paging.access_code(access),
         })
     };
-    let mut path = Path {
+    let mut path = GuestPath {
         entries: [(Gpa(0), 0); 5],
         len: 0,
         rights: PageRights::ALL,

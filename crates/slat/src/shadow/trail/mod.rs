@@ -9,7 +9,7 @@ use core::ops::Range;
 
 use crate::addr::{Access, Gfn, Gpa, Level, PageIndex, Pfn};
 use crate::format::{Format, Leaf, MemoryType, Privilege, all_gfns, can_shadow};
-use crate::guest_walk::{GuestPaging, PageRights, Path};
+use crate::guest_walk::{GuestPaging, GuestPath, PageRights};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::table::{Cursor, Key};
@@ -149,7 +149,7 @@ impl Trail {
         paging: &GuestPaging,
         gva: u64,
         access: Access,
-        path: &Path,
+        path: &GuestPath,
         gfn: Gfn,
         seen: Seen,
     ) -> Option<Self> {

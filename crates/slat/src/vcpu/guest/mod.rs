@@ -2,8 +2,9 @@
 //! guest's physical addresses: the guest's nested tables translate these, and this module calls them "virtual"
 //! addresses, too. There are three steps, each used if the previous one does not suffice:
 //!
-//! 1. A walk of the shadow tables. This takes no lock, needs no slot, and reads no entry of the guest
-//!    ([`Vcpu::translate_virtual`]).
+//! 1. A walk of the shadow tables, which needs no slot and reads no entry of the guest ([`Vcpu::translate_virtual`]).
+//!    The walk takes no lock. But if the vCPU does not know the walk's root yet, it first looks for the root under the
+//!    MMU's lock ([`Vcpu::guest_root`]).
 //! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets
 //!    flags. The walk reaches the tables by guest-physical addresses, which the MMU translates, too
 //!    ([`Vcpu::translate`]).

@@ -64,7 +64,9 @@ impl Roots {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the root for `gva`. `None`: the guest's table has no shadow page yet.
+    /// Returns the root for walks to `gva` in the state `paging`. If the vCPU does not know this root yet, takes the
+    /// MMU's lock to look for it. `None`: the guest's table has no shadow page, or has one that must be compared with
+    /// the table first ([`ShadowMmu::root_of`]), or cannot be the root ([`Role::root`]).
     pub(in crate::vcpu) fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
         let mmu = self.tables().shadow();
         let zapped = mmu

@@ -37,7 +37,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.until_allowed(Gpa(access.gva), |vcpu| {
             let (page, trail) = match compared.take() {
                 Some((page, trail)) => (page, Some(trail)),
-                None => access.walk(vcpu)?,
+                None => access.walk_guest(vcpu)?,
             };
             let Some(mut trail) = trail else {
                 let page = access.page_without_leaf(vcpu, &page);
@@ -92,7 +92,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
     ///
     /// # Errors
     /// [`VirtualStop`].
-    fn walk<P: Platform, F: Format>(
+    fn walk_guest<P: Platform, F: Format>(
         &mut self,
         vcpu: &mut Vcpu<P, F>,
     ) -> Result<(GuestPage, Option<Trail>), VirtualStop<W::Error>> {
