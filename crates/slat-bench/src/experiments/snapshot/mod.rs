@@ -29,9 +29,9 @@ epoch: a reader of the log begins its next epoch, the VM runs. background: begin
 write: a guest's write to a page, 4 KiB of data included where it is saved first: the first write and
 the later ones, plain and while a background snapshot is in progress; its content is checked.
 differential/N: from N dirty pages among those of 64 GiB to their list, by the log's bitmap, and by
-a reader's epoch. No page is copied. clones: 1,000 of a VM with 1 GiB in use, its memory shared: each
-is a new VM that faults all of its memory in (anew), or made by fork_from (fork). seconds and bytes
-of tables for each. Asked for: background in 2 ms at 64 GiB, a first write in 3 us, fork <= anew / 2.",
+a reader's epoch. No page is copied. clones: 100 (full: 1,000) of a VM with 1 GiB in use, its memory
+shared: each is a new VM that faults it in (anew), or made by fork_from (fork). seconds and bytes of
+tables for each. Asked for: background in 2 ms at 64 GiB, a first write in 3 us, fork <= anew / 2.",
     settable: Settable::None,
     elsewhere: Elsewhere::Nothing,
     run,
@@ -139,7 +139,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 }
 
 fn pauses(bench: &mut Bench) -> Result<(), Failure> {
-    let rounds = bench.size.pick(1, 5, 9);
+    let rounds = bench.size.pick(1, 3, 9);
     let is_full = bench.size == crate::Size::Full;
     for (gib, size_name) in SIZES {
         // In a test, a size is as many times 4 MiB.
@@ -228,7 +228,7 @@ fn expect(what: &str, found: u64, expected: u64) -> Result<(), Failure> {
 
 fn writes(bench: &mut Bench) -> Result<(), Failure> {
     let size = bench.size.pick(8 << 20, 256 << 20, GIB);
-    let rounds = bench.size.pick(1, 5, 9);
+    let rounds = bench.size.pick(1, 3, 9);
     for (level, name) in LEVELS {
         let host = Host::new(size, size, level)?;
         let mut machine = Machine::new(&host, size)?;
@@ -272,7 +272,7 @@ fn write_all(machine: &mut Machine, saves: bool) -> Result<Vec<Sample>, Failure>
 
 fn differential(bench: &mut Bench) -> Result<(), Failure> {
     let size = bench.size.pick(GIB, 64 * GIB, 64 * GIB);
-    let rounds = bench.size.pick(1, 5, 9);
+    let rounds = bench.size.pick(1, 3, 9);
     let host = Host::new(size, GIB, Level::PAGE)?;
     let mut machine = Machine::new(&host, size)?;
     machine.access_every(1, Access::Write)?;
@@ -324,7 +324,7 @@ fn list(machine: &mut Machine, dirty: u64, variant: &str) -> Result<Duration, Fa
 
 fn clones(bench: &mut Bench) -> Result<(), Failure> {
     let size = bench.size.pick(16 << 20, GIB, GIB);
-    let count = bench.size.pick(3, 1000, 1000);
+    let count = bench.size.pick(3, 100, 1000);
     let rounds = bench.size.pick(1, 3, 5);
     for (level, name) in LEVELS {
         let host = Host::new(size, size, level)?;
