@@ -305,10 +305,43 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Ok::<(), slat::CreateVmError>(())
     /// ```
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
+        self.begin_invalidation(range, |_, _| ())
+    }
+
+    /// Begins an invalidation like [`Self::invalidate`], but first splits the huge leaves that also map pages outside
+    /// `range`, in place, so that these pages stay mapped. (If there is no memory for the tables, the leaf is zapped
+    /// whole.) For a host that will map the pages of `range` separately from now on, for example because one of many
+    /// pages that VMs share is copied. If the host keeps its huge mapping, use [`Self::invalidate`]: after that, the
+    /// next fault installs the huge leaf again, but a split leaf stays split until [`Self::promote`].
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # use slat::{Access, Config, Ept, Gfn, Gpa, Level, Region, Vm};
+    /// # let (platform, backing) = (SimPlatform::at_level(512, Level::MEGA), HostMemory::hva(0));
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// # vm.set_memory_region(0, &Region::new(0, Gpa(0), 0x20_0000, backing))?;
+    /// vm.create_vcpu()?.hardware_fault(Gpa(0x3000), Access::Write)?;
+    /// assert_eq!(vm.stats().pages_2m, 1);
+    ///
+    /// drop(vm.invalidate_exact(backing.add_pages(3)..backing.add_pages(4)));
+    /// assert_eq!((vm.stats().pages_4k, vm.lookup(0, Gfn(3))), (511, None));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn invalidate_exact(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
+        self.begin_invalidation(range, |space, range| self.split_at_edges(space, range))
+    }
+
+    /// Begins an invalidation. Calls `prepare` for each address space before it zaps the leaves there.
+    fn begin_invalidation(
+        &self,
+        range: Range<Hva>,
+        prepare: impl Fn(&Space<P, F>, &Range<Hva>),
+    ) -> Invalidation<'_, P, F> {
         self.platform.trace(Event::UnmapHvaRange(range.clone()));
         let generation = self.in_progress.begin(&range, self.lock_wait());
         let mut used = false;
         for space in &self.spaces {
+            prepare(space, &range);
             self.zap_backed_by(space, &range, &mut used);
         }
         self.flush_leaving_slots();

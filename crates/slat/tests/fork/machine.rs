@@ -144,7 +144,7 @@ impl<F: Format> Cow<F> {
         let handle = handle.expect("the VM of a vCPU");
         // Do not hold the lock here: the invalidation waits for readers, and these call `resolve_resident`, which takes
         // the lock.
-        let _invalidation = handle.invalidate(memory(page)..memory(page + 1));
+        let _invalidation = handle.invalidate_exact(memory(page)..memory(page + 1));
         let mut books = self.books.lock().unwrap();
         let old = books.maps[&vm][page as usize] as usize;
         if books.users[old] == 1 {

@@ -25,6 +25,7 @@ use slat_model::Rng;
 
 on_every_format! {
     a_clone_reads_without_a_fault_and_writes_for_itself,
+    a_write_to_a_shared_huge_page_leaves_its_other_pages_mapped,
     nobody_sees_what_another_one_writes,
     a_fork_survives_every_lack_of_memory,
     a_clone_has_the_slots_and_logs_for_itself,
@@ -129,6 +130,45 @@ fn a_clone_reads_without_a_fault_and_writes_for_itself<F: Format>() {
         assert_eq!([read(&mut new, 7), read(&mut old, 7)], [1000, 3000]);
         assert_eq!(machine.copies(), 2);
         parent.audit().unwrap();
+        child.audit().unwrap();
+        drop((old, new));
+        end(child);
+        end(parent);
+        machine.check();
+    }
+}
+
+/// A VM that writes to one page of a shared huge leaf gets a copy of this page. The huge leaf is split: its other pages
+/// stay mapped, and the other huge leaf stays huge.
+fn a_write_to_a_shared_huge_page_leaves_its_other_pages_mapped<F: Format>() {
+    let huge = Level::MEGA.pages();
+    for written in [0, 7, huge - 1] {
+        let machine = Cow::<F>::new(Level::MEGA);
+        let parent = first(&machine);
+        parent.set_policy(Setting::Prefetch(Prefetch::Off));
+        let mut old = parent.create_vcpu().unwrap();
+        (0..PAGES).for_each(|gfn| write(&mut old, gfn, gfn + 1));
+        let child = fork(&parent).unwrap();
+        let mut new = child.create_vcpu().unwrap();
+        (0..PAGES).for_each(|gfn| assert_eq!(read(&mut new, gfn), gfn + 1));
+        let before = child.stats();
+        assert_eq!(before.pages_2m, PAGES / huge);
+        machine.watch(&child);
+        write(&mut new, written, 1000);
+        machine.check_tlb();
+        let after = child.stats();
+        assert_eq!(after.pf_fixed - before.pf_fixed, 1, "faults of a write");
+        assert_eq!(
+            (after.pages_4k, after.pages_2m),
+            (huge, PAGES / huge - 1),
+            "leaves after a write to page {written}"
+        );
+        for gfn in (0..PAGES).filter(|gfn| *gfn != written) {
+            assert_eq!(read(&mut new, gfn), gfn + 1);
+        }
+        assert_eq!(read(&mut new, written), 1000);
+        assert_eq!(child.stats().pf_taken, after.pf_taken, "faults of reads");
+        assert_eq!(machine.copies(), 1);
         child.audit().unwrap();
         drop((old, new));
         end(child);
