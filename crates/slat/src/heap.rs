@@ -3,11 +3,13 @@
 
 use alloc::alloc::{Layout, alloc, alloc_zeroed};
 use alloc::boxed::Box;
+use alloc::vec::Vec;
 use core::fmt;
 use core::mem::MaybeUninit;
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
+
+use crate::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
 /// There was no memory for a table, or for other data of the engine. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +49,14 @@ pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
 /// Allocates a box for `value`. Unlike `Box::new`, returns an error if there is no memory.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
+}
+
+/// Allocates `count` elements, all with their default value, 0.
+pub(crate) fn zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>, OutOfMemory> {
+    let mut elements = Vec::new();
+    (elements.try_reserve_exact(count)).map_err(|_| OutOfMemory)?;
+    elements.resize(count, T::default());
+    Ok(elements)
 }
 
 /// A value and an array, on the heap. The array may be too large for the stack of a kernel, so neither is made on the
@@ -106,6 +116,15 @@ impl<T> Shared<T> {
     /// Returns a pointer that does not count as an owner, for code that knows that another owner exists.
     pub(crate) fn uncounted(&self) -> Uncounted<T> {
         Uncounted(self.0)
+    }
+
+    /// Returns the value if this is its only owner, and there is no uncounted pointer to it.
+    pub(crate) fn get_mut(&mut self) -> Option<&mut T> {
+        // Acquire: all accesses to the value through owners that were dropped happen before those of the caller.
+        let is_only = self.counted().owners.load(Acquire) == 1;
+        // SAFETY: no other owner exists, and `&mut self` lets none be made while the reference is used. The caller has
+        // made no uncounted pointer.
+        is_only.then(|| unsafe { &mut (*self.0.as_ptr()).value })
     }
 
     fn counted(&self) -> &Counted<T> {
@@ -178,7 +197,7 @@ impl<T> Uncounted<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use std::sync::Mutex;

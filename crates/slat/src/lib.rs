@@ -41,6 +41,7 @@
 //!   [`Vm::remove_memory_region`], [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`],
 //!   [`Vm::lookup`], [`Vm::audit`]. Its tables are made by the MMU that [`MmuKind`] names.
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
+//! * A [`layers::Stack`] is a part for a platform: memory that many VMs share, and that each VM writes for itself.
 //! * A [`VmidAllocator`] assigns VMIDs, ASIDs or VPIDs to VMs. The engine itself does not use it.
 //!
 //! # Formats
@@ -79,6 +80,7 @@ pub mod format;
 mod frame;
 pub mod guest_walk;
 mod heap;
+pub mod layers;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod meta_map;

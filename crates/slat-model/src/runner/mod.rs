@@ -659,7 +659,7 @@ fn invalidate<P: Platform, F: Format>(
     Arc::new(move |page, frame, change| {
         let vm = vm.upgrade().expect("one of its vCPUs asks");
         let page = vm.platform().outer(page);
-        let guard = vm.invalidate(page..page.add_pages(1));
+        let guard = vm.invalidate_exact(page..F::GRANULE.add_pages(page, 1));
         let gone = walkers.check_frames(|first, count| (first..first.add(count)).contains(&frame));
         gone.unwrap_or_else(|why| panic!("before {frame:?} is copied: {why}"));
         change();

@@ -48,7 +48,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// # Panics
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
-        match self.for_hardware().translate(gpa, access) {
+        let missed = self.missed();
+        let mut answer = self.for_hardware().translate(gpa, access);
+        let is_kicked = self.attention().flag().load(Relaxed) & !Attention::FLUSH != 0;
+        if answer == Err(Stop::Retry) && self.missed() != missed && !is_kicked {
+            // A flush took place during the call, for example because the platform has copied a shared page for this
+            // write. The CPU remembers no translation that it would have to drop, so do not make the guest fault again.
+            answer = self.for_hardware().translate(gpa, access);
+        }
+        match answer {
             Ok(_) | Err(Stop::Retry) => Ok(()),
             Err(stop) => Err(stop),
         }

@@ -20,7 +20,7 @@ use core::slice;
 use super::Vm;
 use crate::addr::{Granule, Hva, Level};
 use crate::format::Format;
-use crate::heap::OutOfMemory;
+use crate::heap::{OutOfMemory, zeros};
 use crate::platform::Platform;
 use crate::table::Aged;
 
@@ -229,13 +229,6 @@ fn aged(byte: u8, inherited: u8) -> u8 {
 /// Returns `mask` shifted right by `bits`, which may be 64: then returns 0.
 fn shifted(mask: u64, bits: usize) -> u64 {
     mask.checked_shr(bits as u32).unwrap_or(0)
-}
-
-fn zeros(count: usize) -> Result<Vec<u8>, OutOfMemory> {
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
-    bytes.resize(count, 0);
-    Ok(bytes)
 }
 
 /// Iterates over the cold ranges of a map.
