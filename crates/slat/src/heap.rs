@@ -8,8 +8,10 @@ use core::fmt;
 use core::mem::MaybeUninit;
 use core::ops::Deref;
 use core::ptr::NonNull;
-
-use crate::sync::atomic::{AtomicUsize, Ordering::*, fence};
+#[cfg(not(loom))]
+use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
 /// There was no memory for a table, or for other data of the engine. The failed call changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

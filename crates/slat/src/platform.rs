@@ -418,12 +418,15 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// From then on, as long as several VMs use a page,
     /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return the page to each of them as
     ///   not writable ([`HostPage::writable`]);
-    /// - `resolve` for a write gives the requesting VM its own copy of the page, and returns the copy: it begins an
-    ///   invalidation of the page *of that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies the page, lets the
-    ///   copy back the address, and ends the invalidation;
+    /// - `resolve` for a write gives the requesting VM its own copy of the page, and returns the copy: it copies the page,
+    ///   begins an invalidation of the page *of that VM* ([`Vm::invalidate_exact`](crate::Vm::invalidate_exact)), lets
+    ///   the copy back the address, and ends the invalidation. (A failure after the invalidation has begun would be
+    ///   ignored, and `resolve` called again without end);
     /// - an invalidation of one VM does not free the frame while another VM uses it.
     ///
     /// The engine does not tell the platform when a VM ends. The program that drops the VM must tell it.
+    ///
+    /// [`layers::Stack`](crate::layers::Stack) does this for the platform.
     ///
     /// # Errors
     /// [`ForkError`]. After an error nothing is shared.

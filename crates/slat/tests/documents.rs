@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 
 /// The document that shows Rust code, and the files that the code comes from.
 const HYPERVISOR: &str = "docs/hypervisor.md";
-const SOURCES: [&str; 11] = [
+const SOURCES: [&str; 12] = [
     "conformance/axaddrspace/platform.rs",
     "crates/slat/examples/backup.rs",
+    "crates/slat/examples/layers.rs",
     "crates/slat/examples/plain_memory/mod.rs",
     "crates/slat/examples/snapshot.rs",
     "crates/slat/examples/software_cpu.rs",

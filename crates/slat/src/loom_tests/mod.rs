@@ -17,6 +17,7 @@ mod faults;
 mod flushes;
 mod fork;
 mod guest_tables;
+mod layers;
 mod locks;
 mod metas;
 mod promote;
@@ -188,9 +189,10 @@ struct Machine {
     frames: Mutex<Vec<Box<Frame>>>,
     /// The host page to which each backing page is mapped.
     mapped: Mutex<Vec<HostPage>>,
-    pages: Vec<Page>,
+    pages: Arc<Vec<Page>>,
     /// The pages that a VM and its clone share.
     sharing: fork::Sharing,
+    layers: layers::Layers,
     kept: snapshot::Kept,
 }
 
@@ -207,8 +209,9 @@ impl Machine {
         Arc::new(Machine {
             frames: Mutex::new(Vec::new()),
             mapped: Mutex::new((0..Self::PAGES).map(mapped).collect()),
-            pages: (0..Self::PAGES).map(page).collect(),
+            pages: Arc::new((0..Self::PAGES).map(page).collect()),
             sharing: fork::Sharing::default(),
+            layers: layers::Layers::default(),
             kept: snapshot::Kept::default(),
         })
     }
@@ -290,6 +293,9 @@ unsafe impl Platform for Machine {
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        if let Some(layered) = self.layers.resolve(request) {
+            return layered;
+        }
         let page = request.backing.0 >> PAGE_SHIFT;
         if request.access == Access::Write && self.sharing.is_shared(page) {
             self.sharing.copy(self, page);
@@ -297,13 +303,19 @@ unsafe impl Platform for Machine {
         Ok(self.backs(request.vm, page))
     }
 
-    fn share(&self, _: VmId, clone: VmId) -> Result<(), ForkError> {
+    fn share(&self, parent: VmId, clone: VmId) -> Result<(), ForkError> {
+        if self.layers.share(parent, clone) {
+            return Ok(());
+        }
         let originals = self.mapped.lock().unwrap().clone();
         self.sharing.begin(clone, originals);
         Ok(())
     }
 
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        if let Some(runs) = self.layers.resident(vm, &backing) {
+            return runs.into_iter().for_each(found);
+        }
         for page in backing.start.0 >> PAGE_SHIFT..backing.end.0 >> PAGE_SHIFT {
             found(HostRun {
                 backing: Hva(page << PAGE_SHIFT),

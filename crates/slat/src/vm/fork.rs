@@ -6,9 +6,10 @@
 //! first VM. From then on [`Platform::resolve`] returns a page that several VMs use as not writable
 //! ([`HostPage::with_writable`]). For a write, `resolve` first gives the requesting VM its own copy of the page. This
 //! changes the backing of the page for this VM, so the platform announces the change like any other change
-//! ([`Vm::invalidate`]): before the page is copied, all leaves of the VM that map it are zapped and flushed, on every
-//! format. A page that only one VM still uses is writable again, and the next write fault makes its leaf writable in
-//! place.
+//! ([`Vm::invalidate_exact`]): before the copy backs the page, all leaves of the VM that map the old page are zapped and
+//! flushed, on every format. A huge leaf is split, so the pages beside it stay mapped. A page that only one VM still uses
+//! may be writable again, and the next write fault makes its leaf writable in place. [`crate::layers`] keeps such
+//! records for a platform.
 //!
 //! *The engine* ensures that no leaf allows a write that the platform has not granted. So after a clone no leaf of
 //! either VM is writable, and none may become writable without asking the platform
