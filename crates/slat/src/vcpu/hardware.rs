@@ -49,14 +49,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU is entered: in a reader section ([`Vcpu::enter`]).
     pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
         let missed = self.missed();
-        let mut answer = self.for_hardware().translate(gpa, access);
-        let is_kicked = self.attention().flag().load(Relaxed) & !Attention::FLUSH != 0;
-        if answer == Err(Stop::Retry) && self.missed() != missed && !is_kicked {
-            // A flush took place during the call, for example because the platform has copied a shared page for this
-            // write. The CPU remembers no translation that it would have to drop, so do not make the guest fault again.
-            answer = self.for_hardware().translate(gpa, access);
-        }
+        let answer = self.for_hardware().translate(gpa, access);
         match answer {
+            Ok(_) => Ok(()),
+            Err(Stop::Retry) => self.fault_again(missed, gpa, access),
+            Err(stop) => Err(stop),
+        }
+    }
+
+    /// Handles the fault of [`Self::hardware_fault`] once more if it was not handled because a flush took place since
+    /// `missed` was read, for example because the platform has copied a shared page for this write. The CPU remembers no
+    /// translation that it would have to drop. Without this, the guest would fault again.
+    #[cold]
+    #[inline(never)]
+    fn fault_again(&mut self, missed: u64, gpa: Gpa, access: Access) -> Result<(), Stop> {
+        let is_kicked = self.attention().flag().load(Relaxed) & !Attention::FLUSH != 0;
+        if self.missed() == missed || is_kicked {
+            return Ok(());
+        }
+        match self.for_hardware().translate(gpa, access) {
             Ok(_) | Err(Stop::Retry) => Ok(()),
             Err(stop) => Err(stop),
         }
