@@ -271,12 +271,12 @@ fn a_write_survives_every_lack_of_memory<F: Format>() {
 fn clones_agree(subject: &Subject) {
     let is_tdp = !subject.name.contains("direct");
     let mut tally = Tally::default();
-    for seed in 0..8 {
+    for seed in 0..4 {
         let setup = Setup {
             mix: Mix::CLONES,
             ..Setup::of_seed(seed)
         };
-        tally.add(&subject.run_seed(seed, setup, 6_000));
+        tally.add(&subject.run_seed(seed, setup, 4_000));
     }
     let wanted = &Tally::OF_CLONES[..if is_tdp { 4 } else { 3 }];
     for what in wanted.iter().chain(&["huge page"]) {
