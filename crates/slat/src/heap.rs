@@ -120,12 +120,12 @@ impl<T> Shared<T> {
         Uncounted(self.0)
     }
 
-    /// Returns the value if this is its only owner, and there is no uncounted pointer to it.
+    /// Returns the value if this is its only owner.
     pub(crate) fn get_mut(&mut self) -> Option<&mut T> {
         // Acquire: all accesses to the value through owners that were dropped happen before those of the caller.
         let is_only = self.counted().owners.load(Acquire) == 1;
-        // SAFETY: no other owner exists, and `&mut self` lets none be made while the reference is used. The caller has
-        // made no uncounted pointer.
+        // SAFETY: no other owner exists, and `&mut self` lets none be made while the reference is used. Whoever uses an
+        // uncounted pointer ensures that this method is not called meanwhile.
         is_only.then(|| unsafe { &mut (*self.0.as_ptr()).value })
     }
 
@@ -184,15 +184,17 @@ impl<T> Uncounted<T> {
     ///
     /// # Safety
     /// - An owner of the value exists until `'a` ends.
+    /// - Until then, no owner calls [`Shared::get_mut`].
     pub(crate) unsafe fn get<'a>(self) -> &'a T {
-        // SAFETY: an owner of the value exists until `'a` ends, as this function's `# Safety` asks of its caller.
+        // SAFETY: an owner of the value exists until `'a` ends, and there is no exclusive reference to the value, as this
+        // function's `# Safety` asks of its caller.
         unsafe { &(*self.0.as_ptr()).value }
     }
 
     /// Makes another owner of the value.
     ///
     /// # Safety
-    /// - An owner of the value exists.
+    /// - An owner of the value exists, and uses no reference from [`Shared::get_mut`].
     pub(crate) unsafe fn share(self) -> Shared<T> {
         let owner = core::mem::ManuallyDrop::new(Shared(self.0));
         Shared::clone(&owner)

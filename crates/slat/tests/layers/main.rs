@@ -303,7 +303,6 @@ random_operations! {
     x86_with_5_levels: X86<5>, Tdp;
     stage_2: Stage2<48>, Tdp;
     stage_2_16_kib: Stage2Kib16<48>, Tdp;
-    stage_2_64_kib: Stage2Kib64<48>, Tdp;
     sv48x4: Sv48x4, Tdp;
 }
 
