@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use common::config;
 use machine::{Layered, MEMORY, Rig};
-use slat::format::{Stage2, Stage2Kib16, Stage2Kib64, Sv48x4, X86};
+use slat::format::{Stage2, Stage2Kib16, Sv48x4, X86};
 use slat::{
     Access::{self, *},
     Ept, Format, Gfn, Gpa, Granule, Level, MmuKind, Pfn, Promotion, Region, Setting, Stop, Vcpu,
