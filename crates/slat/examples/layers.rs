@@ -288,7 +288,7 @@ fn run() -> Result<String, Box<dyn Error>> {
     writeln!(
         printed,
         "100 VMs of {} MiB: {} KiB of tables, {} KiB of pages",
-        PAGES * PAGE_SIZE >> 20,
+        (PAGES * PAGE_SIZE) >> 20,
         tables.sum::<u64>() / 1024,
         300 * PAGE_SIZE / 1024,
     )?;
