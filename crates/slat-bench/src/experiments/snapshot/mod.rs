@@ -22,11 +22,11 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "memory that is saved or cloned while the VM runs",
     explain: "\
-The engine alone, EPT. The memory is 1 GiB, mapped again and again, by pages of 4 KiB or 2 MiB (thp).
+The engine alone, EPT. The memory is 1 GiB, mapped again and again by pages of 4 KiB or 2 MiB (thp).
 pause: how long no vCPU gets a new right to write. full-copy: the VM stands, all is copied.
 dirty-log: it stands for the last round of a live copy: the log of the slot, and 4,096 dirty pages.
 epoch: a reader of the log begins its next epoch, the VM runs. background: begin_snapshot, likewise.
-write: a guest's write to a page, 4 KiB of data included where it is saved first: the first write and
+write: a guest's write to a page, the copy of 4 KiB included if it is saved first: first write, and
 the later ones, plain and while a background snapshot is in progress; its content is checked.
 differential/N: from N dirty pages among those of 64 GiB to their list, by the log's bitmap, and by
 a reader's epoch. No page is copied. clones: 100 (full: 1,000) of a VM with 1 GiB in use, its memory
