@@ -76,11 +76,11 @@
 //! A stack frees its own pages when it is dropped, and a layer frees its pages when the last stack that has it is
 //! dropped. A stack may be dropped when its VM has been dropped: then no CPU walks the VM's tables and no flush of
 //! this VM is in progress, so no leaf and no TLB entry of this VM leads to a frame of the stack or of its layers. A
-//! frame of a layer that other stacks have is not freed, whoever else ends.
+//! frame of a layer is not freed as long as a stack has the layer.
 //!
-//! There is one more case. If a stack is the only one that has its highest layer, for example because the clone has
-//! ended, the next [`Stack::share`] joins this layer with the own pages, so the number of layers does not grow with
-//! each clone. Then it frees the pages of the layer that the stack has own copies of. Only this stack's VM could map
+//! There is one more case. A stack may be the only one that has its highest layer, for example because the clone has
+//! ended. Then the next [`Stack::share`] joins this layer with the own pages. So the number of layers does not grow with
+//! each clone. [`Stack::share`] frees those pages of the layer of which the stack has own copies. Only this stack's VM could map
 //! them, and when it made its copies, their leaves were zapped and flushed.
 //!
 //! # Cost

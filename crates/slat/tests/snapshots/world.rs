@@ -19,9 +19,9 @@ pub const CPUS: u64 = 2;
 /// The number of pages after those of the CPUs: the guest's tables, the root first.
 const TABLES: u64 = 3;
 
-/// The word of a CPU's last page in which the CPU notes the number of its last write, and the word in which it notes
-/// what it has read there of the other CPU.
+/// In this word of its last page, each CPU notes the number of its last write.
 const PROGRESS: u64 = 0;
+/// In this word, each CPU notes the number that it has read from the other CPU's [`PROGRESS`].
 const SEEN: u64 = 1;
 
 pub struct World<F: Format> {

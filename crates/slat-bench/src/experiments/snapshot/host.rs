@@ -32,7 +32,8 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Maps `size` bytes of guest memory in pages of `level`. They are `piece` bytes, again and again.
+    /// Maps `size` bytes of guest memory, which the host maps by pages of `level`. Every `piece` bytes, the memory begins
+    /// again.
     ///
     /// # Errors
     /// The host has too little memory.

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use slat::{Access, Config, Ept, Gpa, Hva, Level, Region, SlotFlags, Stop, Vcpu, Vm};
+use slat::{Access, Config, Ept, Gpa, Hva, Level, LogReader, Region, SlotFlags, Stop, Vcpu, Vm};
 
 use crate::bare::{DATA, PAGE};
 use crate::compared::{Line, Rows};
-use crate::report::{Report, Sample};
+use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::{Elsewhere, Experiment, Failure, Settable};
 use host::Host;
@@ -123,6 +123,23 @@ impl Machine {
         }
     }
 
+    /// Begins the dirty log, and makes every `step`th page dirty. Returns a bitmap for the slot.
+    fn with_log(&mut self, step: u64) -> Result<Vec<u64>, Failure> {
+        let mut bitmap = vec![0u64; self.pages().div_ceil(64) as usize];
+        self.log(true)?;
+        self.vm.get_dirty_log(0, SLOT, &mut bitmap)?;
+        self.access_every(step, Access::Write)?;
+        Ok(bitmap)
+    }
+
+    /// Makes a reader of the log, and then every `step`th page dirty.
+    fn with_reader(&mut self, step: u64) -> Result<LogReader<Host, Ept>, Failure> {
+        let mut reader = self.vm.log_reader()?;
+        reader.begin().commit();
+        self.access_every(step, Access::Write)?;
+        Ok(reader)
+    }
+
     /// Writes to the first word of a page as a guest does.
     fn write(&mut self, page: u64, word: u64) -> Result<(), Failure> {
         self.access(page, Access::Write)?;
@@ -173,10 +190,7 @@ fn pause(machine: &mut Machine, variant: &str) -> Result<Duration, Failure> {
             Ok(began.elapsed())
         }
         DIRTY_LOG => {
-            let mut bitmap = vec![0u64; pages.div_ceil(64) as usize];
-            machine.log(true)?;
-            machine.vm.get_dirty_log(0, SLOT, &mut bitmap)?;
-            machine.access_every(step, Access::Write)?;
+            let mut bitmap = machine.with_log(step)?;
             let began = Instant::now();
             machine.vm.get_dirty_log(0, SLOT, &mut bitmap)?;
             let mut copied = 0;
@@ -190,9 +204,7 @@ fn pause(machine: &mut Machine, variant: &str) -> Result<Duration, Failure> {
             Ok(time)
         }
         EPOCH => {
-            let mut reader = machine.vm.log_reader()?;
-            reader.begin().commit();
-            machine.access_every(step, Access::Write)?;
+            let mut reader = machine.with_reader(step)?;
             let began = Instant::now();
             let epoch = reader.begin();
             let time = began.elapsed();
@@ -257,7 +269,7 @@ fn write_all(machine: &mut Machine, saves: bool) -> Result<Vec<Sample>, Failure>
             machine.write(page, page + add)?;
         }
         let time = began.elapsed().as_secs_f64() / pages as f64;
-        samples.push(Sample::new(metric, crate::report::Unit::Seconds, time));
+        samples.push(Sample::new(metric, Unit::Seconds, time));
     }
     if let Some(snapshot) = snapshot {
         expect("pages left", snapshot.keep_next(u64::MAX), 0)?;
@@ -292,10 +304,7 @@ fn list(machine: &mut Machine, dirty: u64, variant: &str) -> Result<Duration, Fa
     let step = (pages / dirty).max(1);
     let (time, listed) = match variant {
         BITMAP => {
-            let mut bitmap = vec![0u64; pages.div_ceil(64) as usize];
-            machine.log(true)?;
-            machine.vm.get_dirty_log(0, SLOT, &mut bitmap)?;
-            machine.access_every(step, Access::Write)?;
+            let mut bitmap = machine.with_log(step)?;
             let began = Instant::now();
             machine.vm.get_dirty_log(0, SLOT, &mut bitmap)?;
             let listed = dirty_pages(&bitmap).map(black_box).count() as u64;
@@ -304,9 +313,7 @@ fn list(machine: &mut Machine, dirty: u64, variant: &str) -> Result<Duration, Fa
             (time, listed)
         }
         _ => {
-            let mut reader = machine.vm.log_reader()?;
-            reader.begin().commit();
-            machine.access_every(step, Access::Write)?;
+            let mut reader = machine.with_reader(step)?;
             let began = Instant::now();
             let epoch = reader.begin();
             let ranges = epoch.dirty_ranges(1, 0);
